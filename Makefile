@@ -1,0 +1,39 @@
+# Everything lives in .venv; `install` does nothing when it is current.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml $(wildcard custom_calls/csrc/*)
+
+.PHONY: install run test test-gpu lint
+
+install: $(VENV)/.installed
+
+run: install
+	$(BIN)/jaxmoe serve $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# The handlers are compiled against the headers of the jaxlib they will be loaded into, hence no
+# build isolation.
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "jax>=0.10.2" "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
+	$(BIN)/python -m pip install -q --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q --no-build-isolation --editable ".[lint]"
+	touch $@
