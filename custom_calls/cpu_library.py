@@ -1,0 +1,41 @@
+"""The C++ handlers of `csrc/` as callables. They are registered with JAX on first use."""
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from custom_calls.varying import as_varying, shape_like, varying_axes
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the handlers cannot be used, or None when they can."""
+    try:
+        from custom_calls import _cpu  # noqa: F401
+    except ImportError as error:
+        return f"custom_calls._cpu is not built ({error})"
+    return None
+
+
+@functools.cache
+def _register() -> None:
+    from custom_calls import _cpu
+
+    for target, handler in _cpu.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+
+
+def call(
+    target: str, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Array, **attributes: Any
+) -> tuple[Array, ...]:
+    """Calls a handler that is a pure function of its operands; usable inside `shard_map`."""
+    _register()
+    axes = varying_axes(*operands)
+    outputs = jax.ffi.ffi_call(
+        target,
+        tuple(shape_like(result.shape, result.dtype, *operands) for result in results),
+        vmap_method="sequential",
+    )(*(as_varying(operand, axes) for operand in operands), **attributes)
+    return tuple(outputs)

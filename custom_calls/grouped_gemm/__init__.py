@@ -1,0 +1,3 @@
+"""One matrix product for each group of tokens."""
+
+from custom_calls.grouped_gemm.api import grouped_gemm as grouped_gemm
