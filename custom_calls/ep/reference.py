@@ -2,8 +2,8 @@
 
 Both modes are the same three moves: `permute` the tokens into one block for each destination,
 exchange the blocks, `permute` what arrived into expert order; combine undoes them backwards. Each
-function is split where the exchange is in flight, so that other work can be put in between: `_start`
-packs and sends, `_finish` unpacks.
+function is split where the exchange is in flight, so that other work can be put in between:
+`_start` packs and sends, `_finish` unpacks.
 
 Block sizes are the largest possible ones, so nothing can overflow and nothing is ever dropped. Rows
 that carry no token hold unspecified values, travel with their block and are never read.

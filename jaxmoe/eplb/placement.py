@@ -1,0 +1,100 @@
+"""`ExpertPlacement`: which expert each physical slot holds, as an argument of the step.
+
+A rebalance changes the values of these arrays and never their shapes, so it never recompiles.
+Slot p lives on rank p // slots_per_rank. There may be more slots than experts.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertPlacement:
+    """Placement of all MoE layers.
+
+    Attributes:
+      physical_to_logical: the expert in each slot.
+      logical_to_physical: the slots of each expert; entries past `replicas` are -1.
+      replicas: how many slots hold each expert, at least 1.
+    """
+
+    physical_to_logical: Int32[Any, "L P"]
+    logical_to_physical: Int32[Any, "L E R"]
+    replicas: Int32[Any, "L E"]
+
+    def to_physical(
+        self,
+        topk_idx: Int32[Array, "T K"],
+        *,
+        layer: int,
+        rank: Int32[Array, ""],
+        slots_per_rank: int,
+    ) -> Int32[Array, "T K"]:
+        """Choose a slot for each chosen expert of MoE layer `layer`; -1 stays -1.
+
+        A replica on this rank is used when there is one; otherwise tokens go round-robin over the
+        replicas, each rank starting at a different one.
+        """
+        num_tokens, _ = topk_idx.shape
+        expert = jnp.maximum(topk_idx, 0)
+        slots = self.logical_to_physical[layer][expert]  # [T, K, R]
+        is_local = (slots >= 0) & (slots // slots_per_rank == rank)
+        turn = (rank + jnp.arange(num_tokens, dtype=jnp.int32))[:, None]
+        choice = jnp.where(
+            is_local.any(-1), jnp.argmax(is_local, -1), turn % self.replicas[layer][expert]
+        )
+        physical = jnp.take_along_axis(slots, choice[..., None].astype(jnp.int32), axis=-1)[..., 0]
+        return jnp.where(topk_idx < 0, -1, physical)
+
+
+def default_num_slots(num_experts: int, ep_size: int) -> int:
+    """The fewest slots that hold every expert and divide over the ranks."""
+    return math.ceil(num_experts / ep_size) * ep_size
+
+
+def trivial_placement(num_layers: int, num_experts: int, num_slots: int) -> ExpertPlacement:
+    """Slot p holds expert p % num_experts, in every layer."""
+    slots = np.arange(num_slots, dtype=np.int32) % num_experts
+    return make_placement(np.broadcast_to(slots, (num_layers, num_slots)), num_experts)
+
+
+def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> ExpertPlacement:
+    """The placement with these slots, [L, P].
+
+    Raises ValueError when a slot names no expert or an expert has no slot.
+    """
+    num_layers, num_slots = physical_to_logical.shape
+    if num_slots < num_experts:
+        raise ValueError(
+            f"num_physical_experts ({num_slots}) must be at least n_routed_experts ({num_experts})"
+        )
+    if physical_to_logical.size and not (
+        0 <= physical_to_logical.min() and physical_to_logical.max() < num_experts
+    ):
+        raise ValueError(
+            f"every slot must hold an expert in [0, {num_experts}), got "
+            f"{physical_to_logical.min()} to {physical_to_logical.max()}"
+        )
+    for layer, slots in enumerate(physical_to_logical):
+        if (missing := np.setdiff1d(np.arange(num_experts), slots)).size:
+            raise ValueError(f"layer {layer} has no slot for experts {missing.tolist()}")
+    # An expert may at most own all the slots the others leave.
+    max_replicas = num_slots - num_experts + 1
+    table = np.full((num_layers, num_experts, max_replicas), -1, np.int32)
+    replicas = np.zeros((num_layers, num_experts), np.int32)
+    for layer in range(num_layers):
+        for slot, expert in enumerate(physical_to_logical[layer]):
+            table[layer, expert, replicas[layer, expert]] = slot
+            replicas[layer, expert] += 1
+    return ExpertPlacement(
+        physical_to_logical=np.array(physical_to_logical, np.int32),
+        logical_to_physical=table,
+        replicas=replicas,
+    )

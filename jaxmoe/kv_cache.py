@@ -1,0 +1,67 @@
+"""The paged latent cache of multi-head latent attention: one pool of pages per rank.
+
+A token's entry is its compressed key-value and its rotated key, `kv_lora_rank + qk_rope_head_dim`
+numbers; the rotated key keeps DeepSeek's interleaved pairs. A cache is donated into each step and
+returned from it. Page 0 is where padding writes and is never handed to a request.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxmoe import sharding
+from jaxmoe.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """`latent[l]` is layer l's pool. One array a layer, so that XLA updates each in place and a
+    layer can be sent away while the next one is computed."""
+
+    latent: tuple[Float[Array, "*D pages page_size latent"], ...]
+
+    @property
+    def page_size(self) -> int:
+        return self.latent[0].shape[-2]
+
+    @property
+    def num_pages(self) -> int:
+        return self.latent[0].shape[-3]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.latent)
+
+
+def allocate(
+    config: ModelConfig, mesh: Mesh, *, num_pages: int, page_size: int, dtype: DTypeLike
+) -> KVCache:
+    """A zeroed cache of `num_pages` pages on each rank, page 0 included."""
+    shape = (mesh.size, num_pages, page_size, config.latent_dim)
+    zeros = _zeros_program(mesh, config.num_hidden_layers, shape, jnp.dtype(dtype))
+    return KVCache(latent=zeros())
+
+
+@functools.cache  # so that a second cache of the same sizes compiles nothing
+def _zeros_program(mesh: Mesh, num_layers: int, shape: tuple[int, ...], dtype: jnp.dtype):
+    return jax.jit(
+        lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        out_shardings=sharding.per_rank(mesh),
+    )
+
+
+def write(
+    layer: Float[Array, "pages page_size latent"],
+    entries: Float[Array, "T latent"],
+    slots: Int32[Array, " T"],
+) -> Float[Array, "pages page_size latent"]:
+    """One layer's pool (of one rank) with `entries` written to `slots`."""
+    pages, page_size, latent = layer.shape
+    flat = layer.reshape(pages * page_size, latent)
+    return flat.at[slots].set(entries.astype(layer.dtype)).reshape(layer.shape)

@@ -1,0 +1,122 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Local shapes.
+
+Two forms of the same function, chosen by the type of the batch: prefill expands the cached latents
+into keys and values, decode absorbs the expansion into the query and the output and attends to the
+latents themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from custom_calls import attention
+from jaxmoe import kv_cache
+from jaxmoe.batch import Batch, PrefillBatch
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.linear import Linear
+from jaxmoe.model.norm import RMSNorm
+from jaxmoe.model.rope import Rotation, apply_rope
+
+
+LATENT_NORM_EPS = 1e-6  # DeepSeek's own modelling code ignores rms_norm_eps in these two norms.
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
+        self.config = config
+        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden, heads * config.qk_head_dim, dtype=dtype)
+        else:
+            rank = config.q_lora_rank
+            self.q_a_proj = Linear(hidden, rank, bias=bias, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(rank, eps=LATENT_NORM_EPS, dtype=dtype)
+            self.q_b_proj = Linear(rank, heads * config.qk_head_dim, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(hidden, config.latent_dim, bias=bias, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
+        kv_dim = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * kv_dim, dtype=dtype)
+        self.o_proj = Linear(heads * config.v_head_dim, hidden, bias=bias, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T H"],
+        pages: Float[Array, "pages page_size latent"],
+        batch: Batch,
+        rotation: Rotation,
+    ) -> tuple[Float[Array, "T H"], Float[Array, "pages page_size latent"]]:
+        """The attention output and the layer's pool with the new tokens' latents in it."""
+        q_nope, q_rope = self._queries(x, rotation)
+        pages = kv_cache.write(pages, self._latents(x, rotation), batch.slots)
+        if isinstance(batch, PrefillBatch):
+            values = self._attend_expanded(q_nope, q_rope, pages, batch)
+        else:
+            values = self._attend_absorbed(q_nope, q_rope, pages, batch)
+        return self.o_proj(values.reshape(values.shape[0], -1)), pages
+
+    def _queries(self, x, rotation):
+        config = self.config
+        with jax.named_scope("queries"):
+            if config.q_lora_rank is None:
+                q = self.q_proj(x)
+            else:
+                q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q = q.reshape(x.shape[0], config.num_attention_heads, config.qk_head_dim)
+            q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+            return q_nope, apply_rope(q_rope, rotation)
+
+    def _latents(self, x, rotation) -> Float[Array, "T latent"]:
+        with jax.named_scope("latents"):
+            latent, k_rope = jnp.split(
+                self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1
+            )
+            return jnp.concatenate(
+                (self.kv_a_layernorm(latent), apply_rope(k_rope, rotation)), axis=-1
+            )
+
+    def _expansion(self) -> tuple[Float[Array, "N nope rank"], Float[Array, "N v rank"]]:
+        """kv_b_proj as the matrices that make a head's key and value from a latent."""
+        config = self.config
+        weight = self.kv_b_proj.weight[...].reshape(
+            config.num_attention_heads, -1, config.kv_lora_rank
+        )
+        w_key, w_value = jnp.split(weight, [config.qk_nope_head_dim], axis=1)
+        return w_key, w_value
+
+    def _attend_expanded(self, q_nope, q_rope, pages, batch: PrefillBatch):
+        w_key, w_value = self._expansion()
+        with jax.named_scope("attend_expanded"):
+            return attention.mla_prefill(
+                q_nope,
+                q_rope,
+                pages,
+                w_key,
+                w_value,
+                positions=batch.positions,
+                request=batch.request,
+                page_ids=batch.page_ids,
+                page_request=batch.page_request,
+                page_start=batch.page_start,
+                num_pages=batch.num_pages,
+                scale=self.config.softmax_scale,
+            )
+
+    def _attend_absorbed(self, q_nope, q_rope, pages, batch):
+        w_key, w_value = self._expansion()
+        with jax.named_scope("attend_absorbed"):
+            # Not preferred_element_type=float32: XLA's CPU backend compiles this product of
+            # bfloat16 to a kernel it does not have (jax 0.10.2). It adds up in float32 either way.
+            q_latent = jnp.einsum("tnd,ndr->tnr", q_nope, w_key)
+            attended = attention.mla_decode(
+                q_latent,
+                q_rope,
+                pages,
+                page_table=batch.page_table,
+                lengths=batch.positions + 1,
+                scale=self.config.softmax_scale,
+            )
+            return jnp.einsum(
+                "tnr,ndr->tnd", attended, w_value, preferred_element_type=jnp.float32
+            ).astype(q_nope.dtype)

@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer: router, dispatchers, experts."""

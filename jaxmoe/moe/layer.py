@@ -1,0 +1,83 @@
+"""The mixture-of-experts layer. Local shapes inside `shard_map`.
+
+Its steps are methods of their own, named as overlap schedules name them.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe import sharding
+from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.placement import ExpertPlacement
+from jaxmoe.model.mlp import MLP
+from jaxmoe.moe.dispatcher import Dispatcher, make_dispatcher
+from jaxmoe.moe.experts import Experts
+from jaxmoe.moe.router import Router, Routing
+from jaxmoe.plan import ExecutionPlan
+
+
+class MoE(nnx.Module):
+    def __init__(self, config: ModelConfig, *, layer_idx: int, num_slots: int, dtype: DTypeLike):
+        self.layer_idx = layer_idx
+        """Among the MoE layers: the row of `ExpertPlacement` that is this layer's."""
+        width = config.moe_intermediate_size
+        self.gate = Router(config)
+        self.experts = Experts(config, num_slots, dtype=dtype)
+        self.shared_experts = MLP(config.hidden_size, config.n_shared_experts * width, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T H"],
+        is_token: Bool[Array, " T"],
+        placement: ExpertPlacement,
+        plan: ExecutionPlan,
+    ) -> tuple[Float[Array, "T H"], Routing]:
+        """The layer's output and the logical experts it used."""
+        with jax.named_scope("gate"):
+            routing = self.gate(x, is_token)
+        physical = self.place(routing, placement, plan)
+        dispatcher = make_dispatcher(plan)
+        bound = plan.max_dispatch_tokens_per_rank or x.shape[0]
+        parts = [
+            self.run_experts(
+                x[start : start + bound],
+                jax.tree.map(lambda a, s=start: a[s : s + bound], physical),
+                dispatcher,
+                plan,
+            )
+            for start in range(0, x.shape[0], bound)
+        ]
+        with jax.named_scope("shared_experts"):
+            shared = self.shared_experts(x)
+        return jnp.concatenate(parts) + shared, routing
+
+    def place(self, routing: Routing, placement: ExpertPlacement, plan: ExecutionPlan) -> Routing:
+        """The same routing in physical experts."""
+        with jax.named_scope("place"):
+            topk_idx = placement.to_physical(
+                routing.topk_idx,
+                layer=self.layer_idx,
+                rank=jax.lax.axis_index(sharding.EP_AXIS),
+                slots_per_rank=plan.slots_per_rank,
+            )
+        return Routing(topk_idx=topk_idx, topk_weights=routing.topk_weights)
+
+    def run_experts(
+        self,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        dispatcher: Dispatcher,
+        plan: ExecutionPlan,
+    ) -> Float[Array, "T H"]:
+        """The routed experts' weighted sum for at most one dispatch of tokens."""
+        with jax.named_scope("dispatch"):
+            in_flight = dispatcher.dispatch_start(x, routing)
+            arrived = dispatcher.dispatch_finish(in_flight)
+        with jax.named_scope("experts"):
+            y = self.experts(arrived.tokens, implementation=plan.grouped_gemm)
+        with jax.named_scope("combine"):
+            in_flight = dispatcher.combine_start(y, arrived.handle)
+            return dispatcher.combine_finish(in_flight, arrived.handle)

@@ -1,0 +1,1 @@
+"""Comparison with the PyTorch reference. The only package that may import torch."""

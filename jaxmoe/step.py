@@ -1,0 +1,185 @@
+"""The jitted programs everything runs: one forward step, sampling, scoring.
+
+`ShardedModel` is a model with its weights on the devices of a mesh. `Steps` holds its compiled
+programs; each takes global arrays with a leading rank dimension (numpy is fine) and is compiled
+once for each combination of shapes. Nothing here keeps state: the cache goes in and comes out.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxmoe import sampling, sharding
+from jaxmoe.batch import Batch, PrefillBatch, of_rank
+from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.placement import ExpertPlacement
+from jaxmoe.kv_cache import KVCache
+from jaxmoe.model.deepseek import Activations, DeepseekForCausalLM
+from jaxmoe.plan import ExecutionPlan
+from jaxmoe.sampling import Sampled, SamplingBatch
+
+
+SCORE_ROWS = 64  # logits of a prompt are made this many tokens at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """Weights on a mesh. `params` has the structure `abstract_model` gives."""
+
+    config: ModelConfig
+    mesh: Mesh
+    dtype: DTypeLike
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    placement: ExpertPlacement
+
+    @property
+    def num_slots(self) -> int:
+        return self.placement.physical_to_logical.shape[1]
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.mesh.size
+
+
+def abstract_model(
+    config: ModelConfig, num_slots: int, dtype: DTypeLike
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters as ShapeDtypeStructs, without allocating any."""
+    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, num_slots=num_slots, dtype=dtype))
+    return nnx.split(model)
+
+
+def parameter_specs(params: nnx.State) -> Any:
+    """A PartitionSpec for each parameter, in the structure of `params`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: sharding.parameter_spec(path_names(path)), params
+    )
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """The keys of a pytree path of `params`: ("model", "layers", 0, "mlp", ...)."""
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)
+    return tuple(name for name in names if name not in ("value", None))
+
+
+class Steps:
+    """The programs of one model under one plan for each phase."""
+
+    def __init__(self, model: ShardedModel, *, prefill: ExecutionPlan, decode: ExecutionPlan):
+        for plan in (prefill, decode):
+            if (plan.ep_size, plan.slots_per_rank) != (model.mesh.size, model.slots_per_rank):
+                raise ValueError(
+                    f"the plan is for {plan.ep_size} ranks of {plan.slots_per_rank} slots, the "
+                    f"model is on {model.mesh.size} ranks of {model.slots_per_rank}"
+                )
+        self.model = model
+        self._plans = (prefill, decode)
+        params, mesh, ranked = parameter_specs(model.params), model.mesh, sharding.PER_RANK
+        graphdef = model.graphdef
+
+        def on_ranks(function, in_specs, **jit_options):
+            mapped = jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=ranked, check_vma=False
+            )
+            placed = jax.tree.map(
+                lambda spec: jax.NamedSharding(mesh, spec),
+                in_specs,
+                is_leaf=lambda x: isinstance(x, P),
+            )
+            return jax.jit(mapped, in_shardings=placed, **jit_options)
+
+        def make_forward(plan, with_activations):
+            return on_ranks(
+                partial(_forward, graphdef, plan, with_activations),
+                (params, ranked, ranked, P()),
+                donate_argnums=1,
+            )
+
+        self._forward = {
+            (plan, detailed): make_forward(plan, detailed)
+            for plan in set(self._plans)
+            for detailed in (False, True)
+        }
+        self._sample = on_ranks(partial(_sample, graphdef), (params,) + 3 * (ranked,))
+        self._sample_biased = on_ranks(partial(_sample, graphdef), (params,) + 4 * (ranked,))
+        self._score = on_ranks(partial(_score, graphdef), (params,) + 2 * (ranked,))
+        self._logits = on_ranks(partial(_logits, graphdef), (params, ranked))
+
+    def forward(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "D T H"], KVCache]:
+        """One step of the decoder: normalised last hidden states. `cache` is donated."""
+        run = self._forward[self._plan(batch), False]
+        return run(self.model.params, cache, batch, self.model.placement)
+
+    def forward_with_activations(
+        self, cache: KVCache, batch: Batch
+    ) -> tuple[Float[Array, "D T H"], KVCache, Activations]:
+        """As `forward`, with every layer's output and routing."""
+        run = self._forward[self._plan(batch), True]
+        return run(self.model.params, cache, batch, self.model.placement)
+
+    def sample(
+        self,
+        hidden: Float[Array, "D T H"],
+        rows: Int32[Any, "D B"],
+        sampling: SamplingBatch,
+        bias: Float32[Any, "D B V"] | None = None,
+    ) -> Sampled:
+        """A token from each of the hidden states `rows` of each rank."""
+        if bias is None:
+            return self._sample(self.model.params, hidden, rows, sampling)
+        return self._sample_biased(self.model.params, hidden, rows, sampling, bias)
+
+    def score(
+        self, hidden: Float[Array, "D T H"], targets: Int32[Any, "D T"]
+    ) -> tuple[Float32[Array, "D T"], Int32[Array, "D T k"], Float32[Array, "D T k"]]:
+        """Log-probability of each target after its hidden state; the most likely tokens, theirs."""
+        return self._score(self.model.params, hidden, targets)
+
+    def logits(self, hidden: Float[Array, "D T H"]) -> Float32[Array, "D T V"]:
+        """Of every hidden state, for comparisons."""
+        return self._logits(self.model.params, hidden)
+
+    def _plan(self, batch: Batch) -> ExecutionPlan:
+        return self._plans[0] if isinstance(batch, PrefillBatch) else self._plans[1]
+
+
+def _forward(graphdef, plan, with_activations, params, cache, batch, placement):
+    model = nnx.merge(graphdef, params)
+    cache = jax.tree.map(lambda x: x[0], cache)
+    hidden, cache, activations = model.model(of_rank(batch), cache, placement, plan)
+    out = (hidden, cache, activations) if with_activations else (hidden, cache)
+    return jax.tree.map(lambda x: x[None], out)
+
+
+def _sample(graphdef, params, hidden, rows, sampling_batch, bias=None):
+    model = nnx.merge(graphdef, params)
+    logits = model.logits(hidden[0][rows[0]])
+    local = jax.tree.map(lambda x: x[0], sampling_batch)
+    sampled = sampling.sample(logits, local, None if bias is None else bias[0])
+    return jax.tree.map(lambda x: x[None], sampled)
+
+
+def _score(graphdef, params, hidden, targets):
+    model = nnx.merge(graphdef, params)
+
+    def score_row(row):
+        state, target = row
+        logits = model.logits(state[None])
+        scored = sampling.score(logits, target[None], with_top=jnp.asarray(True))
+        return jax.tree.map(lambda x: x[0], scored)
+
+    scored = jax.lax.map(score_row, (hidden[0], jnp.maximum(targets[0], 0)), batch_size=SCORE_ROWS)
+    return jax.tree.map(lambda x: x[None], scored)
+
+
+def _logits(graphdef, params, hidden):
+    return nnx.merge(graphdef, params).logits(hidden[0])[None]

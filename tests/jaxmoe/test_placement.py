@@ -1,0 +1,60 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.eplb.placement import default_num_slots, make_placement, trivial_placement
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), [(32, 8, 32), (32, 6, 36), (5, 8, 8)])
+def test_default_slots_divide_over_the_ranks(experts, ranks, slots):
+    assert default_num_slots(experts, ranks) == slots
+
+
+def to_physical(placement, idx, rank, slots_per_rank):
+    return np.asarray(
+        placement.to_physical(
+            jnp.asarray(idx, jnp.int32),
+            layer=0,
+            rank=jnp.int32(rank),
+            slots_per_rank=slots_per_rank,
+        )
+    )
+
+
+def test_a_slot_always_holds_the_expert_asked_for():
+    rng = np.random.default_rng(0)
+    slots = np.concatenate([rng.permutation(12), rng.integers(0, 12, 8)])[None]
+    placement = make_placement(slots, 12)
+    idx = rng.integers(-1, 12, (50, 4))
+    for rank in range(5):
+        physical = to_physical(placement, idx, rank, 4)
+        np.testing.assert_array_equal(physical < 0, idx < 0)
+        np.testing.assert_array_equal(slots[0][physical][idx >= 0], idx[idx >= 0])
+
+
+def test_same_rank_first_then_round_robin():
+    placement = make_placement(np.asarray([[0, 1, 0, 2, 0, 3]]), 4)  # two slots on each of 3 ranks
+    idx = np.zeros((6, 1))
+    assert set(to_physical(placement, idx, rank=1, slots_per_rank=2).ravel()) == {2}
+    placement = make_placement(np.asarray([[0, 0, 0, 1, 2, 3]]), 4)  # expert 0: ranks 0, 0 and 1
+    spread = to_physical(placement, idx, rank=2, slots_per_rank=2).ravel()
+    np.testing.assert_array_equal(np.bincount(spread, minlength=3), [2, 2, 2])
+
+
+def test_trivial_placement_wraps_around():
+    placement = trivial_placement(2, 3, 4)
+    np.testing.assert_array_equal(placement.physical_to_logical, [[0, 1, 2, 0]] * 2)
+    np.testing.assert_array_equal(placement.replicas, [[2, 1, 1]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([[0, 1]], r"num_physical_experts \(2\) must be at least n_routed_experts \(3\)"),
+        ([[0, 1, 3]], r"expert in \[0, 3\), got 0 to 3"),
+        ([[0, 1, 1]], r"layer 0 has no slot for experts \[2\]"),
+    ],
+)
+def test_refuses_impossible_placements(slots, message):
+    with pytest.raises(ValueError, match=message):
+        make_placement(np.asarray(slots), 3)

@@ -1,0 +1,90 @@
+"""The compiled step: what it contains, and that it updates the cache where it is."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmoe import batch, kv_cache, sharding
+from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
+from jaxmoe.plan import DispatchMode, ExecutionPlan, make_plans, resolve_dtype
+from jaxmoe.step import Steps
+
+
+NUM_PAGES, PAGE_SIZE = 64, 16
+COLLECTIVES = r"all-to-all|all-reduce|all-gather|collective-permute|reduce-scatter"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("step") / "model"
+    write_random_checkpoint(directory, RANDOM_CONFIGS["tiny"], seed=0, dtype="float32")
+    return load_model(directory, sharding.make_mesh(2), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def steps(model):
+    prefill, decode = make_plans(
+        "auto",
+        ep_size=2,
+        slots_per_rank=model.slots_per_rank,
+        max_dispatch_tokens_per_rank=128,
+    )
+    return Steps(model, prefill=prefill, decode=decode)
+
+
+def compiled(model, steps, arrays):
+    cache = kv_cache.allocate(
+        model.config, model.mesh, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
+    )
+    run = steps._forward[steps._plan(arrays), False]
+    return run.lower(model.params, cache, arrays, model.placement).compile(), cache
+
+
+@pytest.mark.parametrize(
+    "arrays", [batch.empty_prefill(2, 8, 8), batch.empty_decode(2, 4, 8)], ids=["prefill", "decode"]
+)
+def test_the_only_collective_is_all_to_all(model, steps, arrays):
+    program, _ = compiled(model, steps, arrays)
+    assert set(re.findall(COLLECTIVES, program.as_text())) == {"all-to-all"}
+    assert "jaxmoe_cpu_grouped_gemm" in program.as_text()
+
+
+@pytest.mark.parametrize(
+    "arrays", [batch.empty_prefill(2, 8, 8), batch.empty_decode(2, 4, 8)], ids=["prefill", "decode"]
+)
+def test_the_cache_is_updated_in_place(model, steps, arrays):
+    """Memory besides arguments and results has no room for one layer's pool."""
+    program, cache = compiled(model, steps, arrays)
+    memory = program.memory_analysis()
+    pool_bytes = cache.num_bytes // 2 // len(cache.latent)
+    assert memory.alias_size_in_bytes >= cache.num_bytes // 2
+    big = kv_cache.allocate(
+        model.config, model.mesh, num_pages=16 * NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
+    )
+    run = steps._forward[steps._plan(arrays), False]
+    larger = run.lower(model.params, big, arrays, model.placement).compile().memory_analysis()
+    assert larger.temp_size_in_bytes < memory.temp_size_in_bytes + pool_bytes
+    jax.block_until_ready(cache)
+
+
+def test_a_plan_for_another_mesh_is_refused(model):
+    plan = ExecutionPlan(4, 2, DispatchMode.NORMAL)
+    with pytest.raises(ValueError, match="the plan is for 4 ranks of 2 slots, the model is on 2"):
+        Steps(model, prefill=plan, decode=plan)
+
+
+def test_unknown_modes_and_dtypes_are_refused(model):
+    with pytest.raises(ValueError, match=r"deepep_mode must be one of .* got 'fast'"):
+        make_plans("fast", ep_size=1, slots_per_rank=1, max_dispatch_tokens_per_rank=1)
+    with pytest.raises(ValueError, match=r"dtype must be one of .* got 'int8'"):
+        resolve_dtype("int8", model.config)
+    with pytest.raises(ValueError, match="max_dispatch_tokens_per_rank must be positive, got 0"):
+        make_plans("low_latency", ep_size=1, slots_per_rank=1, max_dispatch_tokens_per_rank=0)
+    assert resolve_dtype("auto", model.config) == jnp.float32
+
+
+def test_more_ranks_than_devices_are_refused():
+    with pytest.raises(ValueError, match=r"between 1 and the number of devices \(8\), got 9"):
+        sharding.make_mesh(9)
