@@ -1,0 +1,129 @@
+"""How a server runs: `ServerConfig`, and the one place where its flags are defined.
+
+Flags are SGLang's where it has the same thing.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.plan import DEEPEP_MODES, DTYPES
+from serving.engine import EngineLimits
+
+
+DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
+
+
+def _flag(default: Any, text: str, **options: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, **options})
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """One field a flag; every bound is for the whole server unless it says otherwise."""
+
+    model_path: str | None = _flag(
+        None, "Hugging Face or `jaxmoe convert` directory; default: the embedded model"
+    )
+    served_model_name: str | None = _flag(None, "name in the API; default: the directory's name")
+    host: str = _flag("127.0.0.1", "address to listen on")
+    port: int = _flag(30000, "port to listen on; 0 picks a free one")
+    ep_size: int | None = _flag(
+        None, "expert-parallel ranks; default: every device, 8 virtual ones on CPU"
+    )
+    dtype: str = _flag(
+        "auto", "of weights and activations; auto: the checkpoint's, float32 on CPU", choices=DTYPES
+    )
+    deepep_mode: str = _flag(
+        "auto",
+        "dispatch: auto is normal in prefill and low_latency in decode",
+        choices=DEEPEP_MODES,
+    )
+    max_dispatch_tokens_per_rank: int = _flag(
+        128, "tokens a rank sends in one low-latency dispatch; larger batches are split"
+    )
+    ep_num_redundant_experts: int | None = _flag(
+        None, "expert slots beyond the experts; default: what makes them divide over the ranks"
+    )
+    context_length: int | None = _flag(
+        None, "longest sequence, prompt and output; default: the model's, at most 8192"
+    )
+    max_running_requests: int = _flag(64, "requests that run at a time")
+    max_queued_requests: int = _flag(1024, "requests that wait; more get 503")
+    max_total_tokens: int | None = _flag(
+        None, "tokens the cache holds; default: a quarter of running requests at full length"
+    )
+    chunked_prefill_size: int = _flag(256, "tokens a rank prefills in one step")
+    page_size: int = _flag(64, "tokens of a cache page")
+    drain_timeout: float = _flag(10.0, "seconds running requests may finish in at shutdown")
+    compilation_cache_dir: str | None = _flag(
+        str(Path("~/.cache/jaxmoe/xla")), "where compiled programs are kept; '' keeps none"
+    )
+    log_level: str = _flag(
+        "info", "of the server's log", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "chunked_prefill_size", "page_size",
+                     "max_dispatch_tokens_per_rank", "ep_size", "context_length",
+                     "max_total_tokens"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in ("max_queued_requests", "drain_timeout", "ep_num_redundant_experts"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+
+    def engine_limits(self, model: ModelConfig, num_ranks: int) -> EngineLimits:
+        """The sizes of each rank's engine.
+
+        Raises ValueError when they cannot hold one sequence.
+        """
+        most = model.max_position_embeddings
+        context = self.context_length or min(most, DEFAULT_CONTEXT_LENGTH)
+        if context > most:
+            raise ValueError(
+                f"--context-length ({context}) must not exceed the model's "
+                f"max_position_embeddings ({most})"
+            )
+        running = -(-self.max_running_requests // num_ranks)
+        if self.max_total_tokens is None:
+            pages = -(-max(context, running * context // 4) // self.page_size)
+        else:
+            pages = self.max_total_tokens // num_ranks // self.page_size
+        if pages * self.page_size < context:
+            raise ValueError(
+                f"each rank's cache holds {pages * self.page_size} tokens in whole pages and must "
+                f"hold one sequence of context_length ({context}): raise --max-total-tokens to at "
+                f"least {-(-context // self.page_size) * self.page_size * num_ranks}"
+            )
+        return EngineLimits(
+            max_running=running,
+            chunk_tokens=self.chunked_prefill_size,
+            context_length=context,
+            page_size=self.page_size,
+            num_pages=pages + 1,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of `ServerConfig`."""
+    types = {"int": int, "float": float, "str": str}
+    for field in dataclasses.fields(ServerConfig):
+        options = dict(field.metadata)
+        kind = str(field.type).split(" | ")[0].removeprefix("<class '").removesuffix("'>")
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=types[kind],
+            default=field.default,
+            **options,
+        )
+
+
+def from_arguments(args: argparse.Namespace) -> ServerConfig:
+    return ServerConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)})

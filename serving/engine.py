@@ -1,0 +1,315 @@
+"""Runs scheduled batches: pads them to compiled shapes, steps, brings the tokens back to the host.
+
+The engine owns the cache. After `warmup` it compiles nothing: every batch the scheduler can make
+within `EngineLimits` fits one of the shapes compiled there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxmoe import batch as batches
+from jaxmoe import kv_cache, sampling
+from jaxmoe.plan import ExecutionPlan
+from jaxmoe.sampling import Sampled
+from jaxmoe.step import ShardedModel, Steps
+from serving.request import Request, SamplingParams, TokenLogprob
+from serving.scheduler import Limits, ScheduledBatch, ScheduledDecode, ScheduledPrefill
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """Sizes the engine is compiled and allocated for, per rank.
+
+    Attributes:
+      max_running: requests that decode together.
+      chunk_tokens: tokens of a prefill step.
+      context_length: tokens of the longest sequence, prompt and output.
+      page_size: tokens of a page.
+      num_pages: pages of the pool, page 0 included.
+    """
+
+    max_running: int
+    chunk_tokens: int
+    context_length: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.context_length // self.page_size)
+
+    @property
+    def chunk_pages(self) -> int:
+        # Room for the longest sequence, and for many short prompts in one chunk.
+        return self.pages_per_sequence + self.max_running
+
+    @property
+    def scheduler_limits(self) -> Limits:
+        return Limits(self.max_running, self.chunk_tokens, self.chunk_pages)
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Token counts a prefill step is compiled for: the chunk and an eighth of it."""
+        return tuple(sorted({max(1, self.chunk_tokens // 8), self.chunk_tokens}))
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Batch sizes a decode step is compiled for: powers of two up to `max_running`."""
+        powers = {2**i for i in range(self.max_running.bit_length())}
+        return tuple(sorted(p for p in powers | {self.max_running} if p <= self.max_running))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step did for one request.
+
+    Attributes:
+      num_computed: tokens of the request that are in the cache now.
+      token: the sampled token, None after a chunk that was not the last.
+      prompt_logprobs: by position in the prompt, if the request wants them.
+    """
+
+    request: Request
+    num_computed: int
+    token: TokenLogprob | None
+    prompt_logprobs: dict[int, TokenLogprob]
+
+
+class Engine:
+    def __init__(
+        self,
+        model: ShardedModel,
+        limits: EngineLimits,
+        *,
+        prefill: ExecutionPlan,
+        decode: ExecutionPlan,
+        cache_dtype: DTypeLike | None = None,
+    ):
+        self.limits = limits
+        self.num_ranks = model.mesh.size
+        self._model = model
+        self._cache_dtype = model.dtype if cache_dtype is None else cache_dtype
+        self._steps = Steps(model, prefill=prefill, decode=decode)
+        self._cache = self._empty_cache()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def reset_cache(self) -> None:
+        """A new, empty cache; whatever the old one held is gone."""
+        del self._cache  # first: two may not fit
+        self._cache = self._empty_cache()
+
+    def _empty_cache(self) -> kv_cache.KVCache:
+        return kv_cache.allocate(
+            self._model.config,
+            self._model.mesh,
+            num_pages=self.limits.num_pages,
+            page_size=self.limits.page_size,
+            dtype=self._cache_dtype,
+        )
+
+    def warmup(self, progress: Callable[[str, int, int], None] = lambda what, i, n: None) -> None:
+        """Compile every shape; `progress(what, i, n)` is called before each of the n programs."""
+        programs = list(self._programs())
+        for i, (what, run) in enumerate(programs):
+            progress(what, i, len(programs))
+            jax.block_until_ready(run())
+
+    def run(self, batch: ScheduledBatch) -> list[StepResult]:
+        """One step. The requests' own fields are read, never changed."""
+        if isinstance(batch, ScheduledPrefill):
+            return self._run_prefill(batch)
+        return self._run_decode(batch)
+
+    def _run_prefill(self, batch: ScheduledPrefill) -> list[StepResult]:
+        limits = self.limits
+        longest = max(sum(c.stop - c.start for c in chunks) for chunks in batch.chunks)
+        size = _fitting(longest, limits.prefill_sizes)
+        arrays = batches.empty_prefill(self.num_ranks, size, limits.chunk_pages)
+        rows = np.zeros((self.num_ranks, limits.max_running), np.int32)
+        sampled_rows: list[list[Request]] = [[] for _ in batch.chunks]
+        targets = np.full((self.num_ranks, size), -1, np.int32)
+        first_row: dict[Request, int] = {}
+        for rank, chunks in enumerate(batch.chunks):
+            token, page = 0, 0
+            for index, chunk in enumerate(chunks):
+                request, count = chunk.request, chunk.stop - chunk.start
+                span = slice(token, token + count)
+                positions = np.arange(chunk.start, chunk.stop, dtype=np.int32)
+                arrays.token_ids[rank, span] = request.tokens(chunk.start, chunk.stop)
+                arrays.positions[rank, span] = positions
+                arrays.slots[rank, span] = self._slots(request, positions)
+                arrays.request[rank, span] = index
+                num_pages = -(-chunk.stop // limits.page_size)
+                page_span = slice(page, page + num_pages)
+                arrays.page_ids[rank, page_span] = request.pages[:num_pages]
+                arrays.page_request[rank, page_span] = index
+                arrays.page_start[rank, page_span] = np.arange(num_pages) * limits.page_size
+                if request.params.prompt_logprobs:
+                    following = request.tokens(chunk.start + 1, chunk.stop + 1)
+                    targets[rank, token : token + len(following)] = following
+                first_row[request] = token
+                token, page = token + count, page + num_pages
+                if chunk.is_last:
+                    rows[rank, len(sampled_rows[rank])] = token - 1
+                    sampled_rows[rank].append(request)
+            arrays.num_pages[rank] = page
+
+        hidden, self._cache = self._steps.forward(self._cache, arrays)
+        tokens = self._sample(hidden, rows, sampled_rows) if any(sampled_rows) else {}
+        scores = None
+        if (targets >= 0).any():
+            scores = [np.asarray(x) for x in self._steps.score(hidden, targets)]
+        results = []
+        for rank, chunks in enumerate(batch.chunks):
+            for chunk in chunks:
+                prompt_logprobs = {}
+                if scores is not None and chunk.request.params.prompt_logprobs:
+                    # The state of position p scores the token of position p + 1.
+                    last = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
+                    for position in range(chunk.start, last):
+                        row = first_row[chunk.request] + position - chunk.start
+                        logprob, top_ids, top_logprobs = (x[rank, row] for x in scores)
+                        prompt_logprobs[position + 1] = _logprob(
+                            targets[rank, row], logprob, top_ids, top_logprobs, chunk.request.params
+                        )
+                results.append(
+                    StepResult(
+                        chunk.request, chunk.stop, tokens.get(chunk.request), prompt_logprobs
+                    )
+                )
+        return results
+
+    def _run_decode(self, batch: ScheduledDecode) -> list[StepResult]:
+        limits = self.limits
+        size = _fitting(max(map(len, batch.requests)), limits.decode_sizes)
+        arrays = batches.empty_decode(self.num_ranks, size, limits.pages_per_sequence)
+        for rank, requests in enumerate(batch.requests):
+            for row, request in enumerate(requests):
+                position = request.num_tokens - 1
+                arrays.token_ids[rank, row] = request.output_ids[-1]
+                arrays.positions[rank, row] = position
+                arrays.slots[rank, row] = self._slots(request, np.asarray([position]))[0]
+                arrays.page_table[rank, row, : len(request.pages)] = request.pages
+        rows = np.broadcast_to(np.arange(size, dtype=np.int32), (self.num_ranks, size))
+        hidden, self._cache = self._steps.forward(self._cache, arrays)
+        tokens = self._sample(hidden, rows, batch.requests)
+        return [
+            StepResult(request, request.num_tokens, token, {}) for request, token in tokens.items()
+        ]
+
+    def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
+        pages = np.asarray(request.pages, np.int32)[positions // self.limits.page_size]
+        return pages * self.limits.page_size + positions % self.limits.page_size
+
+    def _sample(
+        self, hidden: jax.Array, rows: np.ndarray, requests: list[list[Request]]
+    ) -> dict[Request, TokenLogprob]:
+        """A token for each request from its row: `rows[rank, i]` belongs to `requests[rank][i]`."""
+        sampled = self._steps.sample(
+            hidden, rows, *_sampling_arrays(rows.shape, requests, self._model.config.vocab_size)
+        )
+        host = jax.tree.map(np.asarray, sampled)
+        return {
+            request: _logprob(
+                host.token_ids[rank, row],
+                host.logprobs[rank, row],
+                host.top_ids[rank, row],
+                host.top_logprobs[rank, row],
+                request.params,
+            )
+            for rank, of_rank in enumerate(requests)
+            for row, request in enumerate(of_rank)
+        }
+
+    def _programs(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Every program `run` can need, as (what it is, a call that compiles it).
+
+        Each runs on what a step really returned: a compiled program is found again by where its
+        arguments live, not by their shapes alone.
+        """
+        limits, ranks, vocab = self.limits, self.num_ranks, self._model.config.vocab_size
+        hidden: list[jax.Array] = []
+
+        def forward(arrays: batches.Batch) -> jax.Array:
+            state, self._cache = self._steps.forward(self._cache, arrays)
+            hidden[:] = [state]
+            return state
+
+        def sample(rows: int, with_bias: bool) -> Sampled:
+            bias = np.zeros((ranks, rows, vocab), np.float32) if with_bias else None
+            greedy = sampling.greedy_batch(ranks, rows)
+            return self._steps.sample(hidden[0], np.zeros((ranks, rows), np.int32), greedy, bias)
+
+        def score(size: int) -> object:
+            return self._steps.score(hidden[0], np.full((ranks, size), -1, np.int32))
+
+        for size in limits.prefill_sizes:
+            arrays = batches.empty_prefill(ranks, size, limits.chunk_pages)
+            yield f"prefill of {size} tokens", partial(forward, arrays)
+            yield f"scores of {size} tokens", partial(score, size)
+            yield "first tokens", partial(sample, limits.max_running, False)
+            yield "first tokens with bias", partial(sample, limits.max_running, True)
+        for size in limits.decode_sizes:
+            arrays = batches.empty_decode(ranks, size, limits.pages_per_sequence)
+            yield f"decode of {size} requests", partial(forward, arrays)
+            yield "next tokens", partial(sample, size, False)
+            yield "next tokens with bias", partial(sample, size, True)
+
+
+def _fitting(count: int, sizes: tuple[int, ...]) -> int:
+    """The smallest compiled size that holds `count`."""
+    return next(size for size in sizes if size >= count)
+
+
+def _sampling_arrays(
+    shape: tuple[int, int], requests: list[list[Request]], vocab_size: int
+) -> tuple[sampling.SamplingBatch, np.ndarray | None]:
+    """The rows' sampling parameters, and their logit edits if any row has some."""
+    arrays = sampling.greedy_batch(*shape)
+    edits = any(request.params.edits_logits for of_rank in requests for request in of_rank)
+    bias = np.zeros((*shape, vocab_size), np.float32) if edits else None
+    for rank, of_rank in enumerate(requests):
+        for row, request in enumerate(of_rank):
+            params = request.params
+            arrays.temperature[rank, row] = params.temperature
+            arrays.top_k[rank, row] = params.top_k
+            arrays.top_p[rank, row] = params.top_p
+            arrays.min_p[rank, row] = params.min_p
+            arrays.seed[rank, row] = (params.seed & 0xFFFFFFFF, params.seed >> 32)
+            arrays.position[rank, row] = request.num_tokens
+            arrays.num_top_logprobs[rank, row] = params.num_top_logprobs
+            if bias is not None and params.edits_logits:
+                bias[rank, row] = logit_edits(request, vocab_size)
+    return arrays, bias
+
+
+def logit_edits(request: Request, vocab_size: int) -> np.ndarray:
+    """What is added to a request's logits, [V]: its bias less its penalties, as OpenAI defines
+    them."""
+    params = request.params
+    edits = np.zeros(vocab_size, np.float32)
+    for token, value in params.logit_bias.items():
+        edits[token] += value
+    if params.has_penalties and request.output_ids:
+        counts = np.bincount(request.output_ids, minlength=vocab_size)
+        edits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    return edits
+
+
+def _logprob(
+    token_id: np.integer,
+    logprob: np.floating,
+    top_ids: np.ndarray,
+    top_logprobs: np.ndarray,
+    params: SamplingParams,
+) -> TokenLogprob:
+    top = zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
+    return TokenLogprob(int(token_id), float(logprob), tuple(top)[: params.num_top_logprobs])

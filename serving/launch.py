@@ -1,0 +1,199 @@
+"""From flags to a listening server: devices, weights, engine, loop, HTTP."""
+
+import argparse
+import contextlib
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import jax
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from jaxmoe import assets, sharding
+from jaxmoe.checkpoint import load_model
+from jaxmoe.compilations import CompilationCounter
+from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.placement import default_num_slots
+from jaxmoe.plan import make_plans, resolve_dtype
+from jaxmoe.step import ShardedModel
+from jaxmoe.tokenizer import Tokenizer
+from serving.config import ServerConfig, add_arguments, from_arguments
+from serving.engine import Engine, EngineLimits
+from serving.http import ModelInfo, make_app
+from serving.loop import ServingLoop
+from serving.metrics import LoopMetrics
+from serving.pages import PagePool
+from serving.scheduler import Scheduler
+from serving.text import TextStream
+
+
+__all__ = ["add_arguments", "run", "serve"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_DEVICES = 8
+
+
+def run(args: argparse.Namespace) -> int:
+    """`jaxmoe serve`."""
+    return serve(from_arguments(args))
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    prepare_devices(config.ep_size, config.compilation_cache_dir)
+    compilations = CompilationCounter()
+    registry = CollectorRegistry()
+    metrics = LoopMetrics(registry, compilations)
+    with _listening_socket(config) as listener:
+        with _model_directory(config) as directory:
+            tokenizer = Tokenizer.load(directory)
+            model = load(config, directory)
+        limits = config.engine_limits(model.config, model.mesh.size)
+        engine = make_engine(config, model, limits)
+        _warm_up(engine)
+        loop = make_loop(config, engine, tokenizer, metrics, model.config)
+        info = ModelInfo(
+            served_model_name=config.served_model_name or directory.name,
+            model_path=config.model_path or assets.EMBEDDED_MODEL_NAME,
+            vocab_size=model.config.vocab_size,
+            context_length=limits.context_length,
+            eos_token_ids=model.config.eos_token_ids,
+        )
+        loop.start()
+        metrics.mark_ready()
+        _run_http(config, make_app(loop, tokenizer, info, registry), listener)
+        loop.shutdown()
+    if loop.error is not None:
+        logger.error("the serving loop died: %s", loop.error)
+        return 1
+    return 0
+
+
+def prepare_devices(ep_size: int | None, compilation_cache_dir: str | None) -> None:
+    """Set what must be set before JAX looks at its devices.
+
+    On a machine with CPUs only, ranks are virtual devices.
+    """
+    jax.config.update("jax_num_cpu_devices", ep_size or DEFAULT_CPU_DEVICES)
+    if compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache_dir))
+        # Also the small programs: a start compiles many of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def load(config: ServerConfig, directory: Path) -> ShardedModel:
+    """The model of this directory on the devices the flags ask for."""
+    model_config = ModelConfig.load(directory)
+    mesh = sharding.make_mesh(config.ep_size or jax.device_count())
+    num_slots = default_num_slots(model_config.n_routed_experts, mesh.size)
+    if config.ep_num_redundant_experts is not None:
+        num_slots = model_config.n_routed_experts + config.ep_num_redundant_experts
+        if num_slots % mesh.size:
+            suggested = default_num_slots(num_slots, mesh.size) - model_config.n_routed_experts
+            raise ValueError(
+                f"num_physical_experts ({num_slots}) must be divisible by ep_size ({mesh.size}); "
+                f"--ep-num-redundant-experts {suggested} gives "
+                f"{suggested + model_config.n_routed_experts}"
+            )
+    started = time.monotonic()
+    dtype = resolve_dtype(config.dtype, model_config)
+    model = load_model(directory, mesh, dtype=dtype, num_slots=num_slots)
+    logger.info(
+        "loaded %s in %.1f s: %s, %d ranks of %d expert slots",
+        directory.name, time.monotonic() - started, dtype, mesh.size, model.slots_per_rank,
+    )  # fmt: skip
+    return model
+
+
+def make_engine(config: ServerConfig, model: ShardedModel, limits: EngineLimits) -> Engine:
+    prefill, decode = make_plans(
+        config.deepep_mode,
+        ep_size=model.mesh.size,
+        slots_per_rank=model.slots_per_rank,
+        max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
+    )
+    engine = Engine(model, limits, prefill=prefill, decode=decode)
+    logger.info(
+        "cache: %d pages of %d tokens on each rank, %.0f MiB in all",
+        limits.num_pages - 1, limits.page_size, engine.cache_bytes / 2**20,
+    )  # fmt: skip
+    return engine
+
+
+def make_loop(
+    config: ServerConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    metrics: LoopMetrics,
+    model_config: ModelConfig,
+) -> ServingLoop:
+    limits = engine.limits
+    pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
+    return ServingLoop(
+        engine,
+        Scheduler(pools, limits.scheduler_limits),
+        lambda stop: TextStream(tokenizer, stop),
+        metrics,
+        eos_token_ids=model_config.eos_token_ids,
+        max_queued=config.max_queued_requests,
+    )
+
+
+def _model_directory(config: ServerConfig) -> contextlib.AbstractContextManager[Path]:
+    if config.model_path is None:
+        return assets.embedded_model()
+    directory = Path(config.model_path)
+    if not directory.is_dir():
+        raise ValueError(f"--model-path must be a directory, got {config.model_path!r}")
+    return contextlib.nullcontext(directory)
+
+
+def _listening_socket(config: ServerConfig) -> socket.socket:
+    """Take the port first: a taken port should not be found out after minutes of loading."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+    return listener
+
+
+def _warm_up(engine: Engine) -> None:
+    started = time.monotonic()
+
+    def progress(what: str, index: int, total: int) -> None:
+        logger.info("warm-up %d/%d: %s", index + 1, total, what)
+
+    engine.warmup(progress)
+    logger.info("warm-up took %.1f s", time.monotonic() - started)
+
+
+def _run_http(config: ServerConfig, app: object, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            log_level=config.log_level,
+            access_log=config.log_level == "debug",
+            # Requests under way may finish; what is left after that is cancelled.
+            timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        )
+    )
+    print(
+        f"\nReady: {url}\nTry:   curl {url}/v1/completions -H 'Content-Type: application/json' "
+        '-d \'{"prompt": "Hello", "max_tokens": 16}\'\n',
+        flush=True,
+    )
+    server.run(sockets=[listener])

@@ -1,0 +1,358 @@
+"""The serving loop: one thread that takes requests in, steps, and hands tokens out.
+
+Commands (submit, abort, flush) cross to the thread through one queue and are carried out between
+steps, so a cancelled request is gone within one step. Everything behind that queue, scheduler,
+engine and requests alike, is touched by the loop's thread only.
+
+    submit -> waiting -> prefill chunks -> decode steps -> last Output
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
+
+from serving.engine import Engine, StepResult
+from serving.metrics import LoopMetrics
+from serving.request import FinishReason, Output, Phase, Request, TokenLogprob
+from serving.scheduler import ScheduledBatch, Scheduler
+
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3
+RETRY_AFTER_SECONDS = 1
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue has no room; try again after `retry_after` seconds."""
+
+    retry_after = RETRY_AFTER_SECONDS
+
+
+@runtime_checkable
+class Text(Protocol):
+    """A request's text so far (`serving.text.TextStream`)."""
+
+    matched: str | None
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclasses.dataclass
+class _Active:
+    """A request in the loop's hands, with what only the loop keeps about it."""
+
+    request: Request
+    text: Text
+    submitted: float
+    last_token: float | None = None
+
+
+class ServingLoop:
+    """Thread-safe front of the serving thread.
+
+    `make_text(stop)` gives a fresh text stream for a request with these stop strings.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        make_text: Callable[[tuple[str, ...]], Text],
+        metrics: LoopMetrics,
+        *,
+        eos_token_ids: tuple[int, ...],
+        max_queued: int,
+    ):
+        self._engine = engine
+        self._scheduler = scheduler
+        self._make_text = make_text
+        self._metrics = metrics
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_queued = max_queued
+        self._active: dict[str, _Active] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="serving-loop", daemon=True)
+        self._lock = threading.Lock()
+        # Shared with the callers' threads, under the lock: ids accepted and unfinished, requests
+        # still in `_commands`, requests in the scheduler's queue after the last step.
+        self._rids: set[str] = set()
+        self._num_arriving = 0
+        self._num_waiting = 0
+        self._accepting = True
+        self._stop = False
+        self._failures = 0
+        self.error: str | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return self._num_arriving + self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._rids) - self._num_arriving - self._num_waiting
+
+    def submit(self, requests: list[Request]) -> None:
+        """Take in all of these requests or none.
+
+        Raises QueueFullError, ValueError for an id that is in use, RuntimeError when the loop is
+        shutting down or has died.
+        """
+        with self._lock:
+            if self.error is not None:
+                raise RuntimeError(f"the serving loop has stopped: {self.error}")
+            if not self._accepting:
+                raise RuntimeError("the server is shutting down")
+            num_waiting = self._num_arriving + self._num_waiting
+            if num_waiting + len(requests) > self._max_queued:
+                raise QueueFullError(
+                    f"{num_waiting} requests are waiting and {self._max_queued} may; "
+                    f"{len(requests)} more do not fit"
+                )
+            rids = [request.rid for request in requests]
+            if len(set(rids)) != len(rids) or not self._rids.isdisjoint(rids):
+                used = next(rid for rid in rids if rid in self._rids or rids.count(rid) > 1)
+                raise ValueError(f"rid {used!r} is in use by another request")
+            self._rids.update(rids)
+            self._num_arriving += len(requests)
+            now = time.monotonic()
+            # Inside the lock, so that a dying loop finds every accepted request in its queue.
+            self._commands.put(lambda: self._add(requests, now))
+
+    def abort(self, rid: str) -> bool:
+        """End this request within one step; False when there is none of this id."""
+        with self._lock:
+            known = rid in self._rids
+        if known:
+            self._commands.put(lambda: self._abort(rid))
+        return known
+
+    def abort_all(self) -> int:
+        """End every request within one step; how many there were."""
+        with self._lock:
+            rids = list(self._rids)
+        for rid in rids:
+            self._commands.put(lambda rid=rid: self._abort(rid))
+        return len(rids)
+
+    def flush_cache(self) -> None:
+        """Forget everything cached. Raises RuntimeError while any request is served."""
+        if self.error is not None:
+            raise RuntimeError(f"the serving loop has stopped: {self.error}")
+        done: Future[None] = Future()
+        self._commands.put(lambda: _resolve(done, self._flush))
+        done.result(timeout=60)
+
+    def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Take no more requests; those under way may finish for this many seconds."""
+        with self._lock:
+            self._accepting = False
+        deadline = time.monotonic() + drain_timeout
+        while self._rids and self.error is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.abort_all()
+        self._commands.put(self._request_stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # Everything below runs on the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self._take_commands()
+                self._step()
+        except Exception as error:
+            logger.exception("the serving loop died")
+            self._die(f"{type(error).__name__}: {error}")
+
+    def _take_commands(self) -> None:
+        """Carry out what has been asked for; wait for something when there is nothing to do."""
+        if not self._active:
+            self._scheduler.check_integrity()
+            self._publish()
+            self._commands.get()()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _step(self) -> None:
+        batch = self._scheduler.next()
+        self._publish()
+        if batch is None:
+            return
+        started = time.monotonic()
+        try:
+            results = self._engine.run(batch)
+        except Exception as error:
+            self._recover(batch, error)
+            return
+        self._failures = 0
+        now = time.monotonic()
+        self._metrics.observe_step(batch, now - started)
+        for result in results:
+            self._take_result(result, now)
+
+    def _take_result(self, result: StepResult, now: float) -> None:
+        request = result.request
+        request.num_computed = result.num_computed
+        active = self._active[request.rid]
+        for position, logprob in sorted(result.prompt_logprobs.items()):
+            if position == len(request.prompt_logprobs):  # a retracted prompt is computed twice
+                request.prompt_logprobs.append(logprob)
+        if result.token is None:
+            return
+        if request.phase is Phase.PREFILL:
+            request.move_to(Phase.DECODE)
+        first = () if request.output_ids else tuple(request.prompt_logprobs)
+        if request.params.max_new_tokens == 0:
+            self._finish(active, Output(prompt_logprobs=first, finish_reason="length"))
+            return
+        self._metrics.observe_token(now, active.submitted, active.last_token)
+        active.last_token = now
+        output = self._take_token(active, result.token, first)
+        if output.finish_reason is None:
+            _deliver(request, output)
+        else:
+            self._finish(active, output)
+
+    def _take_token(
+        self, active: _Active, token: TokenLogprob, prompt_logprobs: tuple[TokenLogprob, ...]
+    ) -> Output:
+        """Add a token to its request and say what it adds to the answer."""
+        request, params, text = active.request, active.request.params, active.text
+        request.output_ids.append(token.token_id)
+        reason: FinishReason | None = None
+        matched: str | int | None = None
+        piece = ""
+        ends = token.token_id in params.stop_token_ids or (
+            token.token_id in self._eos_token_ids and not params.ignore_eos
+        )
+        if ends:
+            reason, matched = "stop", token.token_id
+        else:
+            piece = text.push(token.token_id)
+            if text.matched is not None:
+                reason, matched = "stop", text.matched
+            elif (
+                len(request.output_ids) >= params.max_new_tokens
+                or request.num_tokens >= self._engine.limits.context_length
+            ):
+                reason = "length"
+        if reason is not None:
+            piece += text.finish()
+            if text.matched is not None:  # the end of the text can complete a stop string
+                reason, matched = "stop", text.matched
+        return Output(
+            text=piece,
+            token_ids=(token.token_id,),
+            logprobs=(token,) if params.logprobs else (),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            matched_stop=matched,
+        )
+
+    def _add(self, requests: list[Request], submitted: float) -> None:
+        for request in requests:
+            if request.params.prompt_logprobs:
+                request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
+            text = self._make_text(request.params.stop)
+            self._active[request.rid] = _Active(request, text, submitted)
+            self._scheduler.add(request)
+            self._metrics.observe_prompt(len(request.prompt_ids))
+        with self._lock:
+            self._num_arriving -= len(requests)
+            self._num_waiting = len(self._scheduler.waiting)
+
+    def _abort(self, rid: str) -> None:
+        if active := self._active.get(rid):
+            self._finish(active, Output(text=active.text.finish(), finish_reason="abort"))
+
+    def _finish(self, active: _Active, output: Output) -> None:
+        """Hand out the last output and let go of the request."""
+        request = active.request
+        failed = output.finish_reason in ("abort", "error")
+        self._scheduler.remove(request, Phase.FAILED if failed else Phase.DONE)
+        del self._active[request.rid]
+        with self._lock:
+            self._rids.discard(request.rid)
+        self._publish()
+        assert output.finish_reason is not None
+        self._metrics.observe_finish(output.finish_reason, time.monotonic() - active.submitted)
+        _deliver(request, output)
+
+    def _publish(self) -> None:
+        """Let the other threads see where the requests are."""
+        with self._lock:
+            self._num_waiting = len(self._scheduler.waiting)
+        self._metrics.observe_state(self._scheduler)
+
+    def _flush(self) -> None:
+        if self._active:
+            raise RuntimeError(f"{len(self._active)} requests are being served")
+        self._scheduler.check_integrity()
+        self._engine.reset_cache()
+
+    def _request_stop(self) -> None:
+        self._stop = True
+
+    def _recover(self, batch: ScheduledBatch, error: Exception) -> None:
+        """After a failed step: fail its requests, recompute the others, since the cache that was
+        donated to the step is gone."""
+        self._failures += 1
+        logger.exception("a step failed")
+        message = f"{type(error).__name__}: {error}"
+        for request in batch.all_requests:
+            self._finish(self._active[request.rid], Output(finish_reason="error", error=message))
+        for running in self._scheduler.running:
+            for request in list(running):
+                self._scheduler.retract(request)
+        if self._failures >= MAX_CONSECUTIVE_FAILURES:
+            raise RuntimeError(f"{self._failures} steps in a row failed") from error
+        self._engine.reset_cache()
+
+    def _die(self, reason: str) -> None:
+        """Nothing more will be served; every request hears of it."""
+        with self._lock:
+            self.error = reason
+            self._accepting = False
+            self._rids.clear()
+        while not self._commands.empty():
+            self._commands.get()()
+        for active in self._active.values():
+            _deliver(active.request, Output(finish_reason="error", error=reason))
+        self._active.clear()
+        with self._lock:
+            self._num_waiting = 0
+
+
+def _deliver(request: Request, output: Output) -> None:
+    """Hand an output to the request's sink; a client that is gone must not stop the others."""
+    try:
+        request.sink(output)
+    except Exception:
+        logger.exception("the sink of request %s failed", request.rid)
+
+
+def _resolve(future: Future[None], call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)

@@ -1,0 +1,80 @@
+"""What the loop tells Prometheus. The HTTP layer adds its own counters to the same registry."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from jaxmoe.compilations import CompilationCounter
+from serving.scheduler import ScheduledBatch, ScheduledPrefill, Scheduler
+
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class LoopMetrics:
+    """Written by the loop's thread only."""
+
+    def __init__(self, registry: CollectorRegistry, compilations: CompilationCounter):
+        self._compilations = compilations
+        self._compilations_when_ready: int | None = None
+
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(f"jaxmoe_{name}", what, registry=registry)
+
+        def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"jaxmoe_{name}", what, labels, registry=registry)
+
+        def seconds(name: str, what: str, labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(
+                f"jaxmoe_{name}_seconds", what, labels, buckets=SECONDS, registry=registry
+            )
+
+        self._running = gauge("num_running_reqs", "Requests that hold pages")
+        self._queued = gauge("num_queue_reqs", "Requests that wait for pages")
+        self._token_usage = gauge("token_usage", "Share of the cache's pages in use")
+        self._retracted = gauge("num_retracted_reqs", "Times a request lost its pages to others")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._finished = counter("finished_reqs", "Requests ended, by reason", ("reason",))
+        self._first_token = seconds("time_to_first_token", "From acceptance to the first token")
+        self._inter_token = seconds("inter_token_latency", "Between two tokens of a request")
+        self._end_to_end = seconds("e2e_request_latency", "From acceptance to the last token")
+        self._step = seconds("step", "One step of the engine, by phase", ("phase",))
+        gauge("compilations", "XLA compilations since the start").set_function(
+            lambda: compilations.count
+        )
+        gauge(
+            "compilations_after_ready", "XLA compilations since warm-up; must stay 0"
+        ).set_function(self._compilations_after_ready)
+
+    def mark_ready(self) -> None:
+        """Compilations count as unexpected from now on."""
+        self._compilations_when_ready = self._compilations.count
+
+    def observe_state(self, scheduler: Scheduler) -> None:
+        self._running.set(scheduler.num_running)
+        self._queued.set(len(scheduler.waiting))
+        self._token_usage.set(scheduler.page_usage)
+        self._retracted.set(scheduler.num_retracted)
+
+    def observe_prompt(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def observe_step(self, batch: ScheduledBatch, duration: float) -> None:
+        phase = "prefill" if isinstance(batch, ScheduledPrefill) else "decode"
+        self._step.labels(phase).observe(duration)
+
+    def observe_token(self, now: float, submitted: float, previous: float | None) -> None:
+        """A token of a request that was submitted, and had its previous token, at these times."""
+        self._generation_tokens.inc()
+        if previous is None:
+            self._first_token.observe(now - submitted)
+        else:
+            self._inter_token.observe(now - previous)
+
+    def observe_finish(self, reason: str, duration: float) -> None:
+        self._finished.labels(reason).inc()
+        self._end_to_end.observe(duration)
+
+    def _compilations_after_ready(self) -> int:
+        if self._compilations_when_ready is None:
+            return 0
+        return self._compilations.count - self._compilations_when_ready

@@ -1,0 +1,156 @@
+"""A request, from the door to its last token.
+
+A request is one sequence. What a client asks for with `n` or a list of prompts is several of them.
+`Request.sink` receives an `Output` for each step that produced tokens, the last one with a
+`finish_reason`; it is called on the serving loop's thread and must not block.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends, already validated.
+
+    Attributes:
+      max_new_tokens: most tokens generated, at least 0 (0 only scores the prompt).
+      temperature: 0 takes the most likely token.
+      top_k: 0 keeps all tokens.
+      seed: any 64-bit unsigned integer; the same seed gives the same tokens.
+      stop: strings that end the output; the first one found and what follows it are not returned.
+      stop_token_ids: tokens that end the output, in addition to the model's end tokens.
+      ignore_eos: go on past the model's end tokens.
+      frequency_penalty, presence_penalty: subtracted from the logits of generated tokens, the first
+        once for each occurrence.
+      logit_bias: added to the logits of these tokens.
+      logprobs: return the log-probability of each generated token.
+      num_top_logprobs: and of this many most likely ones, at most `MAX_TOP_LOGPROBS`.
+      prompt_logprobs: also return those of the prompt's tokens.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.has_penalties or bool(self.logit_bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token, its log-probability (None for a prompt's first token) and the likeliest ones."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one step added to a request.
+
+    Attributes:
+      text: new text, whole characters only; "" while a character or a possible stop string is open.
+      token_ids: the new tokens, including one that ended the request.
+      logprobs: one for each new token, if asked for.
+      prompt_logprobs: on a request's first output, if asked for.
+      finish_reason: on the last output: "stop" (end token or stop string), "length", "abort" or
+        "error".
+      matched_stop: the stop string or stop token that ended it.
+      error: for "error", what happened in words.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    error: str | None = None
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# A request that loses its pages to others (retraction) waits again and is prefilled anew.
+_LEGAL = {
+    Phase.WAITING: {Phase.PREFILL, Phase.DONE, Phase.FAILED},
+    Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.DONE, Phase.FAILED},
+    Phase.DECODE: {Phase.WAITING, Phase.DONE, Phase.FAILED},
+    Phase.DONE: set(),
+    Phase.FAILED: set(),
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One sequence being served.
+
+    Attributes:
+      rid: the client's or a generated id, unique among the requests being served.
+      prompt_ids: the prompt, at least one token.
+      sink: receives the outputs.
+      output_ids: tokens generated so far.
+      num_computed: tokens whose latents are in the cache.
+      rank, pages: where they are; set while the request holds pages.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    sink: Callable[[Output], None]
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    rank: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """The known tokens in [start, stop)."""
+        split = len(self.prompt_ids)
+        generated = slice(max(0, start - split), max(0, stop - split))
+        return self.prompt_ids[start:stop] + self.output_ids[generated]
+
+    def move_to(self, phase: Phase) -> None:
+        """The one place where a request changes phase."""
+        if phase not in _LEGAL[self.phase]:
+            raise RuntimeError(f"request {self.rid} cannot go from {self.phase} to {phase}")
+        self.phase = phase
