@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -196,4 +197,7 @@ def _run_http(config: ServerConfig, app: object, listener: socket.socket) -> Non
         '-d \'{"prompt": "Hello", "max_tokens": 16}\'\n',
         flush=True,
     )
+    # uvicorn raises a signal again once it has shut down; the loop's own shutdown still follows.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     server.run(sockets=[listener])

@@ -191,7 +191,6 @@ def loop(running):
     loop.reset()
     yield loop
     loop.is_paused = False
-    loop.seconds_per_token = 0.001
     loop.wait_until_idle()
 
 
