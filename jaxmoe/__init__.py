@@ -2,6 +2,19 @@
 
 Pure, jittable array programs and the files they are loaded from; no threads, sockets or clock.
 The host side that serves requests lives in the package `serving`.
+
+`jaxmoe.generate` answers a list of prompts; it is imported when it is first asked for.
 """
 
+from typing import Any
+
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "generate":
+        from jaxmoe.offline import generate
+
+        return generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return module.run(args)
     except (ValueError, OSError) as error:
-        print(f"jaxmoe {chosen.command}: {error}", file=sys.stderr)
+        print(f"jaxmoe {chosen.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -17,7 +17,7 @@ from jaxmoe import assets, sharding
 from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
-from jaxmoe.eplb.placement import default_num_slots
+from jaxmoe.eplb.placement import num_expert_slots
 from jaxmoe.plan import make_plans, resolve_dtype
 from jaxmoe.step import ShardedModel
 from jaxmoe.tokenizer import Tokenizer
@@ -94,16 +94,9 @@ def load(config: ServerConfig, directory: Path) -> ShardedModel:
     """The model of this directory on the devices the flags ask for."""
     model_config = ModelConfig.load(directory)
     mesh = sharding.make_mesh(config.ep_size or jax.device_count())
-    num_slots = default_num_slots(model_config.n_routed_experts, mesh.size)
-    if config.ep_num_redundant_experts is not None:
-        num_slots = model_config.n_routed_experts + config.ep_num_redundant_experts
-        if num_slots % mesh.size:
-            suggested = default_num_slots(num_slots, mesh.size) - model_config.n_routed_experts
-            raise ValueError(
-                f"num_physical_experts ({num_slots}) must be divisible by ep_size ({mesh.size}); "
-                f"--ep-num-redundant-experts {suggested} gives "
-                f"{suggested + model_config.n_routed_experts}"
-            )
+    num_slots = num_expert_slots(
+        model_config.n_routed_experts, mesh.size, config.ep_num_redundant_experts
+    )
     started = time.monotonic()
     dtype = resolve_dtype(config.dtype, model_config)
     model = load_model(directory, mesh, dtype=dtype, num_slots=num_slots)

@@ -94,7 +94,7 @@ def build_model(
     """The model with the arrays that `load(parameters, physical_to_logical)` returns by name."""
     num_experts = config.n_routed_experts
     if num_slots is None:
-        num_slots = placements.default_num_slots(num_experts, mesh.size)
+        num_slots = placements.num_expert_slots(num_experts, mesh.size)
     if num_slots % mesh.size:
         suggestion = math.ceil(num_slots / mesh.size) * mesh.size
         raise ValueError(

@@ -54,9 +54,24 @@ class ExpertPlacement:
         return jnp.where(topk_idx < 0, -1, physical)
 
 
-def default_num_slots(num_experts: int, ep_size: int) -> int:
-    """The fewest slots that hold every expert and divide over the ranks."""
-    return math.ceil(num_experts / ep_size) * ep_size
+def num_expert_slots(num_experts: int, ep_size: int, num_redundant: int | None = None) -> int:
+    """Physical experts over all ranks: every expert and `num_redundant` replicas.
+
+    None takes the fewest replicas with which the slots divide over the ranks, which they must.
+    Raises ValueError when they do not.
+    """
+    fewest = math.ceil(num_experts / ep_size) * ep_size
+    if num_redundant is None:
+        return fewest
+    num_slots = num_experts + num_redundant
+    if num_redundant < 0 or num_slots % ep_size:
+        enough = max(fewest, math.ceil(num_slots / ep_size) * ep_size)
+        raise ValueError(
+            f"num_physical_experts ({num_slots}) must be divisible by ep_size ({ep_size}) and at "
+            f"least n_routed_experts ({num_experts}); {enough - num_experts} redundant experts give "
+            f"{enough}"
+        )
+    return num_slots
 
 
 def trivial_placement(num_layers: int, num_experts: int, num_slots: int) -> ExpertPlacement:

@@ -2,12 +2,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.eplb.placement import default_num_slots, make_placement, trivial_placement
+from jaxmoe.eplb.placement import make_placement, num_expert_slots, trivial_placement
 
 
-@pytest.mark.parametrize(("experts", "ranks", "slots"), [(32, 8, 32), (32, 6, 36), (5, 8, 8)])
-def test_default_slots_divide_over_the_ranks(experts, ranks, slots):
-    assert default_num_slots(experts, ranks) == slots
+@pytest.mark.parametrize(
+    ("experts", "ranks", "redundant", "slots"),
+    [(32, 8, None, 32), (32, 6, None, 36), (5, 8, None, 8), (32, 8, 0, 32), (32, 8, 16, 48)],
+)
+def test_slots_divide_over_the_ranks(experts, ranks, redundant, slots):
+    assert num_expert_slots(experts, ranks, redundant) == slots
+
+
+@pytest.mark.parametrize("redundant", [-8, 0, 3])
+def test_slots_that_do_not_divide_are_refused_with_a_number_that_does(redundant):
+    message = (
+        rf"\({32 + redundant}\) must be divisible by ep_size \(6\).*4 redundant experts give 36"
+    )
+    with pytest.raises(ValueError, match=message):
+        num_expert_slots(32, 6, redundant)
 
 
 def to_physical(placement, idx, rank, slots_per_rank):

@@ -89,14 +89,18 @@ def test_completion_and_chat(client):
 
 def test_one_request_alone_and_among_others(client):
     def ask(index: int) -> str:
-        return client.completions.create(
-            model="default",
-            prompt=f"Request {index}: " + "word " * (index % 7),
-            max_tokens=10 + index % 5,
-            temperature=index % 2,
-            seed=index,
-            extra_body={"ignore_eos": True},
-        ).choices[0].text
+        return (
+            client.completions.create(
+                model="default",
+                prompt=f"Request {index}: " + "word " * (index % 7),
+                max_tokens=10 + index % 5,
+                temperature=index % 2,
+                seed=index,
+                extra_body={"ignore_eos": True},
+            )
+            .choices[0]
+            .text
+        )
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         together = list(pool.map(ask, range(32)))
@@ -171,13 +175,23 @@ def test_nothing_was_compiled_and_the_end_is_graceful(server, client):
         (["--context-length", "100000"], "must not exceed the model's max_position_embeddings"),
         (["--max-total-tokens", "64"], "must hold one sequence of context_length"),
         (["--ep-num-redundant-experts", "3", "--ep-size", "4"],
-         "--ep-num-redundant-experts 4 gives 36"),
+         "4 redundant experts give 36"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_one_line(flags, message):
     done = subprocess.run(
-        [sys.executable, "-m", "serving.cli", "serve", "--log-level", "error", "--port", "0", *flags],
+        [
+            sys.executable,
+            "-m",
+            "serving.cli",
+            "serve",
+            "--log-level",
+            "error",
+            "--port",
+            "0",
+            *flags,
+        ],
         capture_output=True,
         text=True,
         timeout=120,
