@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
 def serve(config: ServerConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
     logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # libraries imported above have set up the root logger their way
     )
     prepare_devices(config.ep_size, config.compilation_cache_dir)
     compilations = CompilationCounter()

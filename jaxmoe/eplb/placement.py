@@ -68,8 +68,8 @@ def num_expert_slots(num_experts: int, ep_size: int, num_redundant: int | None =
         enough = max(fewest, math.ceil(num_slots / ep_size) * ep_size)
         raise ValueError(
             f"num_physical_experts ({num_slots}) must be divisible by ep_size ({ep_size}) and at "
-            f"least n_routed_experts ({num_experts}); {enough - num_experts} redundant experts give "
-            f"{enough}"
+            f"least n_routed_experts ({num_experts}); {enough - num_experts} redundant experts "
+            f"give {enough}"
         )
     return num_slots
 

@@ -123,7 +123,8 @@ def test_200_requests_with_disconnects_leave_everything_free(server):
         }
         if manner == "leave early":
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{url}/v1/completions", json=body | {"stream": False, "max_tokens": 150}, timeout=0.02)  # fmt: skip
+                body |= {"stream": False, "max_tokens": 150}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=0.02)
             return
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
             assert response.status_code == 200

@@ -1,0 +1,63 @@
+"""Offline inference: many prompts at once, as `jaxmoe.generate(...)` and `jaxmoe generate`.
+
+`OfflineEngine` holds a loaded model for repeated calls; `generate` loads one for a single call.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxmoe.assets import embedded_model
+from jaxmoe.offline.engine import OfflineEngine
+from jaxmoe.offline.options import Generation, GenerationOptions
+
+
+__all__ = ["Generation", "GenerationOptions", "OfflineEngine", "generate"]
+
+
+def generate(
+    model_path: Path | str | None,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    ep_size: int | None = None,
+    dtype: str = "auto",
+    batch_size: int = 32,
+    deepep_mode: str = "auto",
+) -> list[Generation]:
+    """Continue each prompt, a text or its token ids; results in the order of the prompts.
+
+    `model_path` None is the embedded model, `ep_size` None all devices. The other arguments are
+    those of `GenerationOptions` and `OfflineEngine.load`. Raises ValueError naming the first prompt
+    that cannot be run, before any has been.
+    """
+    options = GenerationOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=ignore_eos,
+    )
+    with contextlib.ExitStack() as stack:
+        if model_path is None:
+            model_path = stack.enter_context(embedded_model())
+        engine = OfflineEngine.load(
+            model_path,
+            ep_size=ep_size,
+            dtype=dtype,
+            batch_size=batch_size,
+            deepep_mode=deepep_mode,
+        )
+    return engine.generate(prompts, options)
