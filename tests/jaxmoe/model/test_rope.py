@@ -17,7 +17,7 @@ def test_rotates_interleaved_pairs_as_complex_numbers():
     rng = np.random.default_rng(0)
     positions = np.asarray([0, 1, 5, 1000], np.int32)
     x = rng.standard_normal((4, 3, CONFIG.qk_rope_head_dim)).astype(np.float32)
-    got = np.asarray(apply_rope(x, rotation(positions, CONFIG)))
+    got = np.asarray(apply_rope(jnp.asarray(x), rotation(jnp.asarray(positions), CONFIG)))
     pairs = x[..., 0::2].astype(np.complex128) + 1j * x[..., 1::2]
     dim = CONFIG.qk_rope_head_dim
     angle = positions[:, None] / CONFIG.rope_theta ** (np.arange(0, dim, 2) / dim)
@@ -32,7 +32,9 @@ def test_scores_depend_on_the_distance_alone():
 
     def score(position, other):
         rotated = [
-            np.asarray(apply_rope(x[None], rotation(jnp.asarray([p], jnp.int32), CONFIG)))
+            np.asarray(
+                apply_rope(jnp.asarray(x)[None], rotation(jnp.asarray([p], jnp.int32), CONFIG))
+            )
             for x, p in ((q[0], position), (k[0], other))
         ]
         return float((rotated[0] * rotated[1]).sum())

@@ -48,8 +48,8 @@ def test_v3(experts, n_group, topk_group, top_k, norm):
     logits = rng.standard_normal((200, experts)).astype(np.float32) * 2
     bias = rng.standard_normal(experts).astype(np.float32) * 0.3
     idx, weights = route_v3(
-        logits,
-        bias,
+        jnp.asarray(logits),
+        jnp.asarray(bias),
         n_group=n_group,
         topk_group=topk_group,
         top_k=top_k,
@@ -73,7 +73,9 @@ def test_v3_bias_chooses_but_does_not_weigh():
 def test_v2(n_group, topk_group, top_k):
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((200, 32)).astype(np.float32) * 2
-    idx, weights = route_v2(logits, n_group=n_group, topk_group=topk_group, top_k=top_k)
+    idx, weights = route_v2(
+        jnp.asarray(logits), n_group=n_group, topk_group=topk_group, top_k=top_k
+    )
     for row in range(200):
         want_idx, want_weights = want_v2(logits[row], n_group, topk_group, top_k)
         assert idx[row].tolist() == want_idx
