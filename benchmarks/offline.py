@@ -40,10 +40,9 @@ def main() -> int:
     args = parse_arguments()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(args.ep_size))
-    from jaxmoe.assets import embedded_model
+    from jaxmoe.assets import EMBEDDED_MODEL
 
-    with embedded_model() as model_dir:
-        print(json.dumps(compare(args, model_dir)))
+    print(json.dumps(compare(args, EMBEDDED_MODEL)))
     return 0
 
 

@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": ("serving.launch", "serve a model over HTTP, OpenAI-compatible"),
     "generate": ("jaxmoe.offline.cli", "answer a file of prompts"),
     "convert": ("jaxmoe.checkpoint.store", "turn a Hugging Face checkpoint into an Orbax one"),
+    "eval": ("jaxmoe.evaluation.cli", "measure accuracy on the evaluation sets"),
     "quantize": ("jaxmoe.checkpoint.quantize", "make an FP8 checkpoint of a bfloat16 one"),
     "compare": ("jaxmoe.reference.compare", "compare with the PyTorch reference, layer by layer"),
 }

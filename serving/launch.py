@@ -1,7 +1,6 @@
 """From flags to a listening server: devices, weights, engine, loop, HTTP."""
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
@@ -13,7 +12,8 @@ import jax
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from jaxmoe import assets, sharding
+from jaxmoe import sharding
+from jaxmoe.assets import EMBEDDED_MODEL, EMBEDDED_MODEL_NAME
 from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
@@ -55,16 +55,16 @@ def serve(config: ServerConfig) -> int:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
     with _listening_socket(config) as listener:
-        with _model_directory(config) as directory:
-            tokenizer = Tokenizer.load(directory)
-            model = load(config, directory)
+        directory = _model_directory(config)
+        tokenizer = Tokenizer.load(directory)
+        model = load(config, directory)
         limits = config.engine_limits(model.config, model.mesh.size)
         engine = make_engine(config, model, limits)
         _warm_up(engine)
         loop = make_loop(config, engine, tokenizer, metrics, model.config)
         info = ModelInfo(
-            served_model_name=config.served_model_name or directory.name,
-            model_path=config.model_path or assets.EMBEDDED_MODEL_NAME,
+            served_model_name=config.served_model_name or _model_name(config),
+            model_path=config.model_path or EMBEDDED_MODEL_NAME,
             vocab_size=model.config.vocab_size,
             context_length=limits.context_length,
             eos_token_ids=model.config.eos_token_ids,
@@ -143,13 +143,15 @@ def make_loop(
     )
 
 
-def _model_directory(config: ServerConfig) -> contextlib.AbstractContextManager[Path]:
-    if config.model_path is None:
-        return assets.embedded_model()
-    directory = Path(config.model_path)
+def _model_directory(config: ServerConfig) -> Path:
+    directory = EMBEDDED_MODEL if config.model_path is None else Path(config.model_path)
     if not directory.is_dir():
         raise ValueError(f"--model-path must be a directory, got {config.model_path!r}")
-    return contextlib.nullcontext(directory)
+    return directory
+
+
+def _model_name(config: ServerConfig) -> str:
+    return EMBEDDED_MODEL_NAME if config.model_path is None else Path(config.model_path).name
 
 
 def _listening_socket(config: ServerConfig) -> socket.socket:

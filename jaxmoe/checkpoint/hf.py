@@ -178,8 +178,13 @@ class HfCheckpoint:
             return self.config.tie_word_embeddings
         if name.endswith(".rotary_emb.inv_freq"):
             return True
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and int(layer[1]) >= self.config.num_hidden_layers
+        return is_mtp(name, self.config)
+
+
+def is_mtp(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to a multi-token-prediction layer, which follows the decoder's."""
+    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= config.num_hidden_layers
 
 
 def dequantise(

@@ -3,11 +3,10 @@
 `OfflineEngine` holds a loaded model for repeated calls; `generate` loads one for a single call.
 """
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmoe.assets import embedded_model
+from jaxmoe.assets import EMBEDDED_MODEL
 from jaxmoe.offline.engine import OfflineEngine
 from jaxmoe.offline.options import Generation, GenerationOptions
 
@@ -50,14 +49,11 @@ def generate(
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
     )
-    with contextlib.ExitStack() as stack:
-        if model_path is None:
-            model_path = stack.enter_context(embedded_model())
-        engine = OfflineEngine.load(
-            model_path,
-            ep_size=ep_size,
-            dtype=dtype,
-            batch_size=batch_size,
-            deepep_mode=deepep_mode,
-        )
+    engine = OfflineEngine.load(
+        EMBEDDED_MODEL if model_path is None else model_path,
+        ep_size=ep_size,
+        dtype=dtype,
+        batch_size=batch_size,
+        deepep_mode=deepep_mode,
+    )
     return engine.generate(prompts, options)

@@ -1,7 +1,6 @@
 """`jaxmoe generate`: a file of prompts in, a file of texts out."""
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxmoe.assets import embedded_model
+from jaxmoe.assets import EMBEDDED_MODEL
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.offline.engine import OfflineEngine
 from jaxmoe.offline.journal import JOURNAL_SUFFIX, Journal, open_journal
@@ -81,13 +80,8 @@ def run(args: argparse.Namespace) -> int:
             stop_token_ids=tuple(args.stop_token_ids),
             ignore_eos=args.ignore_eos,
         )
-        with contextlib.ExitStack() as stack:
-            if args.model_path is None:
-                # Its directory is a new one each time, its name is not.
-                model_path, model_name = stack.enter_context(embedded_model()), "embedded"
-            else:
-                model_path, model_name = Path(args.model_path), str(Path(args.model_path).resolve())
-            return _generate(args, options, model_path, model_name)
+        model_path = EMBEDDED_MODEL if args.model_path is None else Path(args.model_path)
+        return _generate(args, options, model_path)
     except KeyboardInterrupt:
         _say("interrupted; the same command continues")
         return EXIT_INTERRUPTED
@@ -96,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_ERROR
 
 
-def _generate(
-    args: argparse.Namespace, options: GenerationOptions, model_path: Path, model_name: str
-) -> int:
+def _generate(args: argparse.Namespace, options: GenerationOptions, model_path: Path) -> int:
     began = time.perf_counter()
     compilations = CompilationCounter()
     input_path, output_path = Path(args.input), Path(args.output)
@@ -106,7 +98,7 @@ def _generate(
         raise ValueError(f"the output must not be the input {input_path}")
     made_from = {
         "input_sha256": _sha256(input_path),
-        "model": model_name,
+        "model": str(model_path.resolve()),
         "model_sha256": _model_fingerprint(model_path),
         "dtype": args.dtype,
         **dataclasses.asdict(options),

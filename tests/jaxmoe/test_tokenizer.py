@@ -1,7 +1,6 @@
 """Tokenizer: round trips, special tokens, chat templates in all their forms, clear errors."""
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 
@@ -11,75 +10,72 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-import jaxmoe
+from jaxmoe.assets import EMBEDDED_MODEL
 from jaxmoe.config import ModelConfig
 from jaxmoe.tokenizer import ChatTemplateError, Tokenizer
 
 
-ASSETS = Path(jaxmoe.__file__).parent / "assets"
+BYTES = Path(__file__).parents[1] / "byte_tokenizer"
 HELLO = [{"role": "user", "content": "hé"}]
 
 
 @pytest.fixture(scope="module")
-def embedded():
-    return Tokenizer.load(ASSETS)
+def by_bytes():
+    return Tokenizer.load(BYTES)
 
 
 def write_model(folder: Path, **config) -> Path:
-    """The embedded tokenizer with another configuration."""
-    shutil.copy(ASSETS / "tokenizer.json", folder)
+    """The byte tokenizer with another configuration."""
+    shutil.copy(BYTES / "tokenizer.json", folder)
     base = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
     return folder
 
 
-def test_embedded_model_is_consistent(embedded):
-    config = ModelConfig.load(ASSETS)
-    assert embedded.vocab_size <= config.vocab_size == 320
-    assert embedded.bos_token_id == config.bos_token_id
-    assert (embedded.eos_token_id,) == config.eos_token_ids
-    assert [embedded.id_to_bytes(byte) for byte in range(256)] == [bytes([b]) for b in range(256)]
+def test_embedded_model_is_consistent():
+    config, tokenizer = ModelConfig.load(EMBEDDED_MODEL), Tokenizer.load(EMBEDDED_MODEL)
+    assert tokenizer.vocab_size == config.vocab_size
+    assert tokenizer.bos_token_id == config.bos_token_id
+    assert (tokenizer.eos_token_id,) == config.eos_token_ids
 
 
-def test_embedded_tokenizer_is_what_its_script_makes(tmp_path):
-    runpy.run_path(str(ASSETS / "make_tokenizer.py"))["main"](tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes()
+def test_each_byte_is_a_token(by_bytes):
+    assert [by_bytes.id_to_bytes(byte) for byte in range(256)] == [bytes([b]) for b in range(256)]
 
 
 @given(st.text())
 @settings(max_examples=100, deadline=None)
-def test_decode_inverts_encode(embedded, text):
-    ids = embedded.encode(text)
-    assert ids[0] == embedded.bos_token_id
-    assert embedded.decode(ids) == text
-    assert b"".join(map(embedded.id_to_bytes, embedded.encode(text, False))) == text.encode()
+def test_decode_inverts_encode(by_bytes, text):
+    ids = by_bytes.encode(text)
+    assert ids[0] == by_bytes.bos_token_id
+    assert by_bytes.decode(ids) == text
+    assert b"".join(map(by_bytes.id_to_bytes, by_bytes.encode(text, False))) == text.encode()
 
 
-def test_special_tokens_are_skipped_or_shown(embedded):
-    ids = embedded.encode("a<|end|>")
+def test_special_tokens_are_skipped_or_shown(by_bytes):
+    ids = by_bytes.encode("a<|end|>")
     assert ids == [256, 97, 257]
-    assert embedded.decode(ids) == "a"
-    assert embedded.decode(ids, skip_special_tokens=False) == "<|begin|>a<|end|>"
+    assert by_bytes.decode(ids) == "a"
+    assert by_bytes.decode(ids, skip_special_tokens=False) == "<|begin|>a<|end|>"
 
 
-def test_ids_without_a_token_decode_to_nothing(embedded):
-    assert embedded.decode([97, 319, 98]) == "ab"
-    assert embedded.id_to_bytes(319) == b""
+def test_ids_without_a_token_decode_to_nothing(by_bytes):
+    assert by_bytes.decode([97, 319, 98]) == "ab"
+    assert by_bytes.id_to_bytes(319) == b""
 
 
-def test_chat_template_is_encoded_without_another_bos(embedded):
-    ids = embedded.apply_chat_template(HELLO)
-    assert embedded.decode(ids, False) == "<|begin|><|user|>hé<|end|><|assistant|>"
-    assert ids.count(embedded.bos_token_id) == 1
-    assert embedded.apply_chat_template(HELLO, add_generation_prompt=False) == ids[:-1]
+def test_chat_template_is_encoded_without_another_bos(by_bytes):
+    ids = by_bytes.apply_chat_template(HELLO)
+    assert by_bytes.decode(ids, False) == "<|begin|><|user|>hé<|end|><|assistant|>"
+    assert ids.count(by_bytes.bos_token_id) == 1
+    assert by_bytes.apply_chat_template(HELLO, add_generation_prompt=False) == ids[:-1]
 
 
-def test_chat_template_can_refuse(embedded):
+def test_chat_template_can_refuse(by_bytes):
     with pytest.raises(
         ChatTemplateError, match="role must be system, user or assistant, got judge"
     ):
-        embedded.apply_chat_template([{"role": "judge", "content": ""}])
+        by_bytes.apply_chat_template([{"role": "judge", "content": ""}])
     assert issubclass(ChatTemplateError, ValueError)
 
 
@@ -173,6 +169,6 @@ def test_decoders_that_cannot_be_streamed_are_refused():
 
 
 def test_plain_text_post_processor_is_kept_when_config_is_silent():
-    backend = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(str(BYTES / "tokenizer.json"))
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     assert Tokenizer(backend).encode("a") == [97]

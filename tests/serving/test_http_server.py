@@ -15,7 +15,6 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry, Gauge
 
-import jaxmoe
 from jaxmoe.tokenizer import Tokenizer
 from serving.http import ModelInfo, make_app
 from serving.loop import QueueFullError
@@ -23,7 +22,7 @@ from serving.request import Output, Request, TokenLogprob
 from serving.text import TextStream
 
 
-TOKENIZER = Tokenizer.load(Path(jaxmoe.__file__).parent / "assets")
+TOKENIZER = Tokenizer.load(Path(__file__).parents[1] / "byte_tokenizer")
 EOS = 257
 INFO = ModelInfo("tiny/moe", "/models/tiny", 320, 200, (EOS,), max_num_pages_tokens=10_000)
 ANSWER = "Wörld 😀 €5"

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-import jaxmoe
 from jaxmoe.tokenizer import Tokenizer
 from serving.text import TextStream
 
@@ -20,7 +19,7 @@ STOP_TEXT = st.text("ab é€\ufffd", min_size=1, max_size=4)
 
 
 def byte_level() -> Tokenizer:
-    return Tokenizer.load(Path(jaxmoe.__file__).parent / "assets")
+    return Tokenizer.load(Path(__file__).parents[1] / "byte_tokenizer")
 
 
 def sentencepiece() -> Tokenizer:
