@@ -1,6 +1,4 @@
 """Attention over a paged latent cache, in the two forms of multi-head latent attention."""
 
-from custom_calls.attention.reference import mla_decode, mla_prefill
-
-
-__all__ = ["mla_decode", "mla_prefill"]
+from custom_calls.attention.api import mla_decode as mla_decode
+from custom_calls.attention.api import mla_prefill as mla_prefill

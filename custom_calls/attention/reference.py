@@ -1,4 +1,4 @@
-"""Multi-head latent attention over pages, in plain JAX. Local shapes.
+"""What the ops of `attention` mean, in plain JAX.
 
 Both forms walk the pages with an online softmax (Milakov and Gimelshein, arXiv:1805.02867): memory
 does not grow with the context, the compiled shapes do not depend on it, and the loop ends at the
@@ -9,6 +9,8 @@ so a request's result does not depend on what else is in the batch.
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
+
+from custom_calls.varying import as_varying, varying_axes
 
 
 MASKED = -1e30  # finite, so that a row with nothing to attend to stays free of NaN
@@ -29,24 +31,19 @@ def mla_prefill(
     num_pages: Int32[Array, ""],
     scale: float,
 ) -> Float[Array, "T N v"]:
-    """Causal attention of tokens to the pages of their own request, keys and values expanded.
-
-    Token t attends to position p of a page when `request[t]` owns the page and p <= positions[t];
-    a token of request -1 attends to nothing and gets zeros. Page w holds positions
-    `page_start[w] + arange(page_size)`. Pages past `num_pages` are not read.
-    """
     num_tokens, num_heads, _ = q_nope.shape
     page_size = pages.shape[1]
     rank, v_dim = w_value.shape[-1], w_value.shape[1]
     f32 = jnp.float32
+    q = jnp.concatenate((q_nope, q_rope), axis=-1).swapaxes(0, 1)  # [N, T, nope + rope]
 
     def attend(w, state):
         latent, k_rope = jnp.split(pages[page_ids[w]], [rank], axis=-1)  # [s, rank], [s, rope]
-        keys = jnp.einsum("sr,ndr->snd", latent, w_key, preferred_element_type=f32)
-        values = jnp.einsum("sr,ndr->snd", latent, w_value, preferred_element_type=f32)
-        scores = jnp.einsum(
-            "tnd,snd->tns", q_nope, keys.astype(q_nope.dtype), preferred_element_type=f32
-        ) + jnp.einsum("tnd,sd->tns", q_rope, k_rope, preferred_element_type=f32)
+        k_nope = jnp.einsum("sr,ndr->nsd", latent, w_key)
+        values = jnp.einsum("sr,ndr->nsd", latent, w_value)
+        k_rope = jnp.broadcast_to(k_rope, (num_heads, *k_rope.shape))
+        keys = jnp.concatenate((k_nope, k_rope), axis=-1)
+        scores = jnp.einsum("ntd,nsd->nts", q, keys, preferred_element_type=f32)
         position = page_start[w] + jnp.arange(page_size, dtype=jnp.int32)
         visible = (position[None, :] <= positions[:, None]) & (
             (request == page_request[w]) & (request >= 0)
@@ -54,17 +51,18 @@ def mla_prefill(
         return _accumulate(
             state,
             scores * scale,
-            visible[:, None, :],
+            visible[None, :, :],
             lambda p: jnp.einsum(
-                "tns,snd->tnd",
-                p.astype(q_nope.dtype),
-                values.astype(q_nope.dtype),
-                preferred_element_type=f32,
+                "nts,nsd->ntd", p.astype(values.dtype), _finite(values), preferred_element_type=f32
             ),
         )
 
-    state = jax.lax.fori_loop(0, num_pages, attend, _start(num_tokens, num_heads, v_dim))
-    return _result(state).astype(q_nope.dtype)
+    axes = varying_axes(
+        q, pages, w_key, w_value, positions, request, page_ids, page_request, page_start
+    )
+    start = _start((num_heads, num_tokens), v_dim, axes)
+    state = jax.lax.fori_loop(0, num_pages, attend, start)
+    return _result(state).swapaxes(0, 1).astype(q_nope.dtype)
 
 
 def mla_decode(
@@ -76,48 +74,48 @@ def mla_decode(
     lengths: Int32[Array, " B"],
     scale: float,
 ) -> Float[Array, "B N rank"]:
-    """Attention of one token a request to the first `lengths` cached latents of its pages.
-
-    The query is absorbed: its score with a latent is its score with the expanded key. The result
-    is the attended latent, still to be expanded into values. Length 0 gives zeros.
-    """
     batch, num_heads, rank = q_latent.shape
     page_size = pages.shape[1]
     f32 = jnp.float32
+    q = jnp.concatenate((q_latent, q_rope), axis=-1)
 
     def attend(w, state):
         entries = pages[page_table[:, w]]  # [B, s, latent]
-        latent, k_rope = jnp.split(entries, [rank], axis=-1)
-        scores = jnp.einsum(
-            "bnr,bsr->bns", q_latent, latent, preferred_element_type=f32
-        ) + jnp.einsum("bnr,bsr->bns", q_rope, k_rope, preferred_element_type=f32)
+        scores = jnp.einsum("bnd,bsd->bns", q, entries, preferred_element_type=f32)
         position = w * page_size + jnp.arange(page_size, dtype=jnp.int32)
-        visible = position[None, None, :] < lengths[:, None, None]
         return _accumulate(
             state,
             scores * scale,
-            visible,
+            position[None, None, :] < lengths[:, None, None],
             lambda p: jnp.einsum(
-                "bns,bsr->bnr", p.astype(latent.dtype), latent, preferred_element_type=f32
+                "bns,bsd->bnd",
+                p.astype(entries.dtype),
+                _finite(entries),
+                preferred_element_type=f32,
             ),
         )
 
     num_pages = (jnp.max(lengths) + page_size - 1) // page_size
-    state = jax.lax.fori_loop(0, num_pages, attend, _start(batch, num_heads, rank))
-    return _result(state).astype(q_latent.dtype)
+    # The rotated keys are weighed along with the latents and cut off here: cheaper than copying
+    # the latents out of every page.
+    axes = varying_axes(q, pages, page_table, lengths)
+    start = _start((batch, num_heads), q.shape[-1], axes)
+    state = jax.lax.fori_loop(0, num_pages, attend, start)
+    return _result(state)[..., :rank].astype(q_latent.dtype)
 
 
-def _start(rows: int, num_heads: int, features: int):
-    """No page seen: maximum score, sum of weights and weighted sum of each row and head."""
-    return (
-        jnp.full((rows, num_heads, 1), MASKED, jnp.float32),
-        jnp.zeros((rows, num_heads, 1), jnp.float32),
-        jnp.zeros((rows, num_heads, features), jnp.float32),
+def _start(rows: tuple[int, int], features: int, axes: frozenset[str]):
+    """No page seen: maximum score, sum of weights and weighted sum of each row."""
+    state = (
+        jnp.full((*rows, 1), MASKED, jnp.float32),
+        jnp.zeros((*rows, 1), jnp.float32),
+        jnp.zeros((*rows, features), jnp.float32),
     )
+    return tuple(as_varying(part, axes) for part in state)
 
 
 def _accumulate(state, scores, visible, weigh):
-    """Take in one page: `weigh(p)` sums the page's values with weights p, [rows, N, s]."""
+    """Take in one page: `weigh(p)` sums the page's values with weights p, [*rows, s]."""
     maximum, total, weighted = state
     scores = jnp.where(visible, scores, MASKED)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
@@ -128,6 +126,12 @@ def _accumulate(state, scores, visible, weigh):
         total * shrink + jnp.sum(p, axis=-1, keepdims=True),
         weighted * shrink + weigh(p),
     )
+
+
+def _finite(values):
+    """Zero for what is not a number. Through the scores it reaches every row that sees it; the
+    others weigh it by zero, which would still make it their NaN."""
+    return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))
 
 
 def _result(state):

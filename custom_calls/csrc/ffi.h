@@ -37,3 +37,6 @@ std::string ToString(const Buffer& buffer) {
 // Returns an invalid-argument error from a handler unless the rule holds.
 #define JAXMOE_REQUIRE(rule, message) \
   if (!(rule)) return ::jaxmoe::Error::InvalidArgument(message)
+
+#define JAXMOE_RETURN_IF_ERROR(call) \
+  if (::jaxmoe::Error jaxmoe_error = (call); jaxmoe_error.failure()) return jaxmoe_error

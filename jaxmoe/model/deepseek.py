@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from custom_calls.gemm import gemm
 from jaxmoe.batch import Batch
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
@@ -106,7 +107,4 @@ class DeepseekForCausalLM(nnx.Module):
     def logits(self, hidden: Float[Array, "B H"]) -> Float32[Array, "B V"]:
         """Of normalised last hidden states, in float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        contract = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(
-            hidden, head.weight[...], contract, preferred_element_type=jnp.float32
-        )
+        return gemm(hidden, head.weight[...], dtype=jnp.float32)

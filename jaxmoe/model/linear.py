@@ -1,10 +1,11 @@
 """Matrices stored as in a Hugging Face checkpoint: [out, in]."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
+
+from custom_calls.gemm import gemm
 
 
 class Linear(nnx.Module):
@@ -27,6 +28,5 @@ class Embedding(nnx.Module):
 
 def project(x: Float[Array, "*T i"], weight: Float[Array, "o i"]) -> Float[Array, "*T o"]:
     """x @ weight.T, accumulated in float32 and rounded to the dtype of x."""
-    contract = ((x.ndim - 1,), (1,))
-    y = jax.lax.dot_general(x, weight, (contract, ((), ())), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    *tokens, depth = x.shape
+    return gemm(x.reshape(-1, depth), weight).reshape(*tokens, weight.shape[0])

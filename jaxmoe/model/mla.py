@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from custom_calls import attention
+from custom_calls.gemm import gemm_by_head
 from jaxmoe import kv_cache
 from jaxmoe.batch import Batch, PrefillBatch
 from jaxmoe.config import ModelConfig
@@ -76,17 +77,15 @@ class MultiHeadLatentAttention(nnx.Module):
                 (self.kv_a_layernorm(latent), apply_rope(k_rope, rotation)), axis=-1
             )
 
-    def _expansion(self) -> tuple[Float[Array, "N nope rank"], Float[Array, "N v rank"]]:
-        """kv_b_proj as the matrices that make a head's key and value from a latent."""
+    def _expansion(self) -> Float[Array, "N nope_and_v rank"]:
+        """kv_b_proj as the matrices that make each head's key and value from a latent."""
         config = self.config
-        weight = self.kv_b_proj.weight[...].reshape(
+        return self.kv_b_proj.weight[...].reshape(
             config.num_attention_heads, -1, config.kv_lora_rank
         )
-        w_key, w_value = jnp.split(weight, [config.qk_nope_head_dim], axis=1)
-        return w_key, w_value
 
     def _attend_expanded(self, q_nope, q_rope, pages, batch: PrefillBatch):
-        w_key, w_value = self._expansion()
+        w_key, w_value = jnp.split(self._expansion(), [self.config.qk_nope_head_dim], axis=1)
         with jax.named_scope("attend_expanded"):
             return attention.mla_prefill(
                 q_nope,
@@ -104,19 +103,14 @@ class MultiHeadLatentAttention(nnx.Module):
             )
 
     def _attend_absorbed(self, q_nope, q_rope, pages, batch):
-        w_key, w_value = self._expansion()
+        weight, nope = self._expansion(), self.config.qk_nope_head_dim
         with jax.named_scope("attend_absorbed"):
-            # Not preferred_element_type=float32: XLA's CPU backend compiles this product of
-            # bfloat16 to a kernel it does not have (jax 0.10.2). It adds up in float32 either way.
-            q_latent = jnp.einsum("tnd,ndr->tnr", q_nope, w_key)
             attended = attention.mla_decode(
-                q_latent,
+                gemm_by_head(q_nope, weight, rows=(0, nope), transposed=True),
                 q_rope,
                 pages,
                 page_table=batch.page_table,
                 lengths=batch.positions + 1,
                 scale=self.config.softmax_scale,
             )
-            return jnp.einsum(
-                "tnr,ndr->tnd", attended, w_value, preferred_element_type=jnp.float32
-            ).astype(q_nope.dtype)
+            return gemm_by_head(attended, weight, rows=(nope, weight.shape[1]))

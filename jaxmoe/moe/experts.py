@@ -1,13 +1,12 @@
 """The physical experts of one rank. Local shapes inside `shard_map`."""
 
-import dataclasses
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from custom_calls.activation import silu_and_mul
 from custom_calls.grouped_gemm import grouped_gemm
 from custom_calls.layouts import ContiguousTokens, MaskedTokens
 from jaxmoe.config import ModelConfig
@@ -27,6 +26,6 @@ class Experts(nnx.Module):
     def __call__(self, tokens: Tokens, *, implementation: str | None = None) -> Tokens:
         """Each group's rows through its own expert, in the layout they came in."""
         gate_up = grouped_gemm(tokens, self.gate_up_proj[...], implementation=implementation)
-        gate, up = jnp.split(gate_up.x, 2, axis=-1)
-        activated = dataclasses.replace(gate_up, x=jax.nn.silu(gate) * up)
-        return grouped_gemm(activated, self.down_proj[...], implementation=implementation)
+        return grouped_gemm(
+            silu_and_mul(gate_up), self.down_proj[...], implementation=implementation
+        )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from custom_calls.gemm import gemm
 from jaxmoe.config import ModelConfig
 
 
@@ -40,9 +41,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "T H"], is_token: Bool[Array, " T"]) -> Routing:
         """Route the tokens of one rank; padding goes to no expert."""
-        logits = jnp.matmul(
-            x.astype(jnp.float32), self.weight[...].T, precision=jax.lax.Precision.HIGHEST
-        )
+        logits = gemm(x.astype(jnp.float32), self.weight[...])
         config = self.config
         limits = dict(
             n_group=config.n_group, topk_group=config.topk_group, top_k=config.num_experts_per_tok

@@ -1,0 +1,4 @@
+"""Products of tokens with a matrix stored as in a Hugging Face checkpoint: [out, in]."""
+
+from custom_calls.gemm.api import gemm as gemm
+from custom_calls.gemm.api import gemm_by_head as gemm_by_head
