@@ -63,5 +63,9 @@ def write(
 ) -> Float[Array, "pages page_size latent"]:
     """One layer's pool (of one rank) with `entries` written to `slots`."""
     pages, page_size, latent = layer.shape
+    if slots.shape[0] == 1:
+        # XLA makes a write of one row into an update that copies the whole pool; the same row
+        # twice stays a scatter, which is done in place.
+        entries, slots = jnp.repeat(entries, 2, axis=0), jnp.repeat(slots, 2)
     flat = layer.reshape(pages * page_size, latent)
     return flat.at[slots].set(entries.astype(layer.dtype)).reshape(layer.shape)

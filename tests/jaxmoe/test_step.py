@@ -52,7 +52,9 @@ def test_the_only_collective_is_all_to_all(model, steps, arrays):
 
 
 @pytest.mark.parametrize(
-    "arrays", [batch.empty_prefill(2, 8, 8), batch.empty_decode(2, 4, 8)], ids=["prefill", "decode"]
+    "arrays",
+    [batch.empty_prefill(2, 8, 8), batch.empty_decode(2, 4, 8), batch.empty_decode(2, 1, 8)],
+    ids=["prefill", "decode", "decode of one"],
 )
 def test_the_cache_is_updated_in_place(model, steps, arrays):
     """Memory besides arguments and results has no room for one layer's pool."""
