@@ -162,7 +162,7 @@ class Transformers:
         torch.set_num_threads(args.torch_threads)
         self._torch = torch
         self._new_tokens = args.new_tokens
-        self._pad = json.loads((model_dir / "config.json").read_text())["pad_token_id"]
+        self._pad = 0  # masked, so any token will do
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         self._ids = torch.tensor(

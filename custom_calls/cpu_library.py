@@ -1,4 +1,5 @@
-"""The C++ handlers of `csrc/` as callables. They are registered with JAX on first use."""
+"""The C++ handlers of `csrc/` as callables. They are registered with JAX when it is
+first asked whether they can be used."""
 
 import functools
 from typing import Any
@@ -13,25 +14,24 @@ from custom_calls.varying import as_varying, shape_like, varying_axes
 def missing() -> str | None:
     """Why the handlers cannot be used, or None when they can."""
     try:
-        from custom_calls import _cpu  # noqa: F401
+        from custom_calls import _cpu
     except ImportError as error:
         return f"custom_calls._cpu is not built ({error})"
+    try:
+        for target, handler in _cpu.registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    except Exception as error:
+        # Built against the headers of a newer jaxlib: XLA's own error type says so.
+        return f"custom_calls._cpu does not fit this jaxlib, install again ({error})"
     return None
-
-
-@functools.cache
-def _register() -> None:
-    from custom_calls import _cpu
-
-    for target, handler in _cpu.registrations().items():
-        jax.ffi.register_ffi_target(target, handler, platform="cpu")
 
 
 def call(
     target: str, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Array, **attributes: Any
 ) -> tuple[Array, ...]:
     """Calls a handler that is a pure function of its operands; usable inside `shard_map`."""
-    _register()
+    if (reason := missing()) is not None:
+        raise RuntimeError(reason)
     axes = varying_axes(*operands)
     outputs = jax.ffi.ffi_call(
         target,

@@ -190,8 +190,8 @@ def _run_http(config: ServerConfig, app: object, listener: socket.socket) -> Non
         )
     )
     print(
-        f"\nReady: {url}\nTry:   curl {url}/v1/completions -H 'Content-Type: application/json' "
-        '-d \'{"prompt": "Hello", "max_tokens": 16}\'\n',
+        f"\nReady: {url}\nTry:   curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}\'\n',
         flush=True,
     )
     # uvicorn raises a signal again once it has shut down; the loop's own shutdown still follows.

@@ -202,8 +202,11 @@ def train(
     options: Options,
     *,
     should_stop: Callable[[], bool] = lambda: False,
+    at_end: Callable[[TrainState], None] = lambda state: None,
 ) -> TrainState:
     """Train, or go on training, in `options.out`; returns the last state, which is checkpointed.
+
+    `at_end` gets it first: Grain can take minutes to let go of its workers after that.
 
     `dataset` is a `grain.IterDataset` of the batches that `data.make_dataset` describes.
     """
@@ -301,6 +304,7 @@ def train(
         checkpoints.wait_until_finished()
         progress = progress_of(step, iterator.get_state(), schedule, options)
         (options.out / PROGRESS_FILE).write_text(json.dumps(progress), encoding="utf-8")
+        at_end(state)
     print(f"stopped after step {step}; the schedule has {schedule.total_steps} steps", flush=True)
     return state
 
@@ -545,8 +549,10 @@ def main(argv: list[str] | None = None) -> int:
         num_workers=options.num_workers,
     )
     print(f"training on {jax.local_device_count()} {jax.devices()[0].device_kind}", flush=True)
-    state = train(dataset, config_json, options, should_stop=lambda: bool(stopped))
-    if args.export is not None:
+
+    def export_if_asked(state: TrainState) -> None:
+        if args.export is None:
+            return
         progress = (options.out / PROGRESS_FILE).read_text(encoding="utf-8")
         export(
             args.export,
@@ -557,6 +563,14 @@ def main(argv: list[str] | None = None) -> int:
             extra_files={PROGRESS_FILE: progress},
         )
         print(f"exported to {args.export}", flush=True)
+
+    train(
+        dataset,
+        config_json,
+        options,
+        should_stop=lambda: bool(stopped),
+        at_end=export_if_asked,
+    )
     return 0
 
 
