@@ -189,11 +189,9 @@ def _run_http(config: ServerConfig, app: object, listener: socket.socket) -> Non
             timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
         )
     )
-    print(
-        f"\nReady: {url}\nTry:   curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        '-d \'{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}\'\n',
-        flush=True,
-    )
+    question = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
+    print(f"\nReady: {url}\nTry:   curl {url}/v1/chat/completions \\")
+    print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
     # uvicorn raises a signal again once it has shut down; the loop's own shutdown still follows.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
