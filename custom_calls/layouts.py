@@ -1,8 +1,13 @@
-"""The two layouts in which tokens lie once they are sorted by group (by expert, in a model).
+"""The two layouts of tokens sorted by group (by expert, in a model), and FP8 beside its scales.
 
 Contract: rows that belong to no group hold unspecified values, NaN included, and no op reads them.
 Sizes and counts may exceed the room there is; then rows are missing, and the numbers say how many.
 Which op makes or takes a layout is not here.
+
+FP8 is DeepSeek-V3's (arXiv:2412.19437, section 3.3): float8_e4m3fn values, one float32 scale for
+128 numbers in a row of tokens, one for a block of 128 x 128 weights; a value times its scale is the
+number it stands for. Scales of tokens lie as DeepGEMM reads them: all rows of one block of columns
+side by side, the number of rows rounded up to a multiple of 4.
 """
 
 import dataclasses
@@ -12,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+
+SCALE_BLOCK = 128
 
 # The array fields are Any because the same classes, as pytrees, also carry PartitionSpecs, shapes
 # and whatever else a tree_map returns; the ops check the arrays.
@@ -29,6 +36,7 @@ class ContiguousTokens:
     x: Any  # [M, H]
     group_sizes: Any  # i32[e]
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
+    scale: Any = None  # f32[num_scale_blocks(H), num_scale_rows(M)] when x is float8
 
     @property
     def group_starts(self) -> Int32[Array, " e"]:
@@ -47,3 +55,32 @@ class MaskedTokens:
 
     x: Any  # [e, C, H]
     counts: Any  # i32[e]
+    scale: Any = None  # f32[e, num_scale_blocks(H), num_scale_rows(C)] when x is float8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedRows:
+    """FP8 rows that belong to no group."""
+
+    values: Any  # f8[M, K]
+    scale: Any  # f32[num_scale_blocks(K), num_scale_rows(M)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """An FP8 matrix, or a stack of them, stored (out, in); the last blocks may be cut."""
+
+    values: Any  # f8[*groups, N, K]
+    scale: Any  # f32[*groups, num_scale_blocks(N), num_scale_blocks(K)]
+
+
+def num_scale_blocks(size: int) -> int:
+    """The scales along an axis of this size: one for each block of 128, the last may be cut."""
+    return -(-size // SCALE_BLOCK)
+
+
+def num_scale_rows(num_rows: int) -> int:
+    """The rows the scales of this many tokens are stored for: a multiple of 4, as TMA asks."""
+    return -(-num_rows // 4) * 4

@@ -2,3 +2,4 @@
 
 from custom_calls.gemm.api import gemm as gemm
 from custom_calls.gemm.api import gemm_by_head as gemm_by_head
+from custom_calls.gemm.api import gemm_fp8 as gemm_fp8

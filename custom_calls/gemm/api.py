@@ -1,4 +1,5 @@
-"""`gemm`: tokens times one matrix; `gemm_by_head`: each head times its own. Shapes are local."""
+"""`gemm`: tokens times one matrix; `gemm_fp8`: the same in FP8; `gemm_by_head`: each head times its
+own. Shapes are local."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -6,12 +7,22 @@ from jaxtyping import Array, Float
 
 from custom_calls import cpu_library
 from custom_calls.gemm import cpu, reference
+from custom_calls.layouts import (
+    QuantizedRows,
+    QuantizedWeight,
+    num_scale_blocks,
+    num_scale_rows,
+)
 from custom_calls.select import Implementation, select
 
 
 _GEMM = {
     "cpu": Implementation(cpu.gemm, "cpu", cpu_library.missing),
     "reference": Implementation(reference.gemm),
+}
+_FP8 = {
+    "cpu": Implementation(cpu.gemm_fp8, "cpu", cpu_library.missing),
+    "reference": Implementation(reference.gemm_fp8),
 }
 _BY_HEAD = {
     "cpu": Implementation(cpu.gemm_by_head, "cpu", cpu_library.missing),
@@ -40,6 +51,41 @@ def gemm(
     if dtype not in (x.dtype, jnp.float32):
         raise ValueError(f"dtype must be float32 or that of x ({x.dtype}), got {dtype}")
     return select("gemm", _GEMM, implementation)(x, weight, dtype=dtype)
+
+
+def gemm_fp8(
+    x: QuantizedRows,
+    weight: QuantizedWeight,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """`gemm` of FP8 rows and an FP8 weight, summed in float32 and rounded to `dtype`.
+
+    `dtype` is bfloat16 or float32. Raises ValueError when shapes or dtypes do not fit.
+    """
+    values, matrix = x.values, weight.values
+    if values.ndim != 2 or matrix.ndim != 2 or values.shape[1] != matrix.shape[1]:
+        raise ValueError(
+            f"x [M, K] {values.shape} and weight [N, K] {matrix.shape} must have one depth"
+        )
+    (num_rows, depth), (num_out, _) = values.shape, matrix.shape
+    blocks = num_scale_blocks(depth)
+    for name, array, shape, wanted in (
+        ("x.values", values, values.shape, jnp.float8_e4m3fn),
+        ("x.scale", x.scale, (blocks, num_scale_rows(num_rows)), jnp.float32),
+        ("weight.values", matrix, matrix.shape, jnp.float8_e4m3fn),
+        ("weight.scale", weight.scale, (num_scale_blocks(num_out), blocks), jnp.float32),
+    ):
+        if array.shape != shape or array.dtype != wanted:
+            raise ValueError(
+                f"{name} must be {jnp.dtype(wanted)}{list(shape)}, got "
+                f"{array.dtype}{list(array.shape)}"
+            )
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
+    return select("gemm_fp8", _FP8, implementation)(x, weight, dtype=dtype)
 
 
 def gemm_by_head(

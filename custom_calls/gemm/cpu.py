@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from custom_calls import cpu_library
+from custom_calls.layouts import QuantizedRows, QuantizedWeight
+from custom_calls.quantize.reference import dequantize_rows, dequantize_weight
 
 
 def gemm(
@@ -13,6 +15,11 @@ def gemm(
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
     (y,) = cpu_library.call("jaxmoe_cpu_gemm", (result,), x, weight)
     return y
+
+
+def gemm_fp8(x: QuantizedRows, weight: QuantizedWeight, *, dtype: jnp.dtype) -> Float[Array, "M N"]:
+    y = gemm(dequantize_rows(x), dequantize_weight(weight), dtype=jnp.dtype(jnp.float32))
+    return y.astype(dtype)
 
 
 def gemm_by_head(

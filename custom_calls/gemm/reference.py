@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from custom_calls.layouts import QuantizedRows, QuantizedWeight
+from custom_calls.quantize.reference import dequantize_rows, dequantize_weight
+
 
 def gemm(
     x: Float[Array, "M K"], weight: Float[Array, "N K"], *, dtype: jnp.dtype
@@ -16,6 +19,11 @@ def gemm(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    return y.astype(dtype)
+
+
+def gemm_fp8(x: QuantizedRows, weight: QuantizedWeight, *, dtype: jnp.dtype) -> Float[Array, "M N"]:
+    y = gemm(dequantize_rows(x), dequantize_weight(weight), dtype=jnp.dtype(jnp.float32))
     return y.astype(dtype)
 
 

@@ -4,28 +4,52 @@ import dataclasses
 from typing import TypeVar
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from custom_calls import cpu_library
 from custom_calls.grouped_gemm import cpu, reference
-from custom_calls.layouts import ContiguousTokens, MaskedTokens
+from custom_calls.layouts import (
+    ContiguousTokens,
+    MaskedTokens,
+    QuantizedWeight,
+    num_scale_blocks,
+    num_scale_rows,
+)
 from custom_calls.select import Implementation, select
 
 
 Tokens = TypeVar("Tokens", ContiguousTokens, MaskedTokens)
 
-_CONTIGUOUS = {
-    "cpu": Implementation(cpu.contiguous, "cpu", cpu_library.missing),
-    "reference": Implementation(reference.contiguous),
-}
-_MASKED = {
-    "cpu": Implementation(cpu.masked, "cpu", cpu_library.missing),
-    "reference": Implementation(reference.masked),
+FP8 = jnp.float8_e4m3fn
+
+_TABLES = {
+    ("ContiguousTokens", "bf16"): {
+        "cpu": Implementation(cpu.contiguous, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.contiguous),
+    },
+    ("MaskedTokens", "bf16"): {
+        "cpu": Implementation(cpu.masked, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.masked),
+    },
+    ("ContiguousTokens", "fp8"): {
+        "cpu": Implementation(cpu.contiguous_fp8, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.contiguous_fp8),
+    },
+    ("MaskedTokens", "fp8"): {
+        "cpu": Implementation(cpu.masked_fp8, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.masked_fp8),
+    },
 }
 
 
 def grouped_gemm(
-    tokens: Tokens, weights: Float[Array, "e N K"], *, implementation: str | None = None
+    tokens: Tokens,
+    weights: Float[Array, "e N K"] | QuantizedWeight,
+    *,
+    dtype: DTypeLike | None = None,
+    expected_rows: int | None = None,
+    implementation: str | None = None,
 ) -> Tokens:
     """Multiplies the rows of group g by `weights[g]`, which is stored (out, in) as in Hugging Face.
 
@@ -35,38 +59,72 @@ def grouped_gemm(
     are unspecified in the result too. With "cpu" a row's result depends, bit for bit, on nothing
     but that row and its group's weights.
 
-    x and weights share one dtype, float32 or bfloat16, which is also that of the result. Raises
-    ValueError when dtypes or shapes do not fit; a negative size or count is an error of the "cpu"
-    call, and an empty group in the reference.
+    x and weights share one dtype, float32 or bfloat16, which is also that of the result. Or both
+    are FP8 with scales (see `layouts`), and the result has `dtype`, bfloat16 by default.
+
+    `expected_rows` is how many rows a group has on average, a hint from which "deep_gemm" chooses
+    its tile; unless given it is taken from the room there is.
+
+    Raises ValueError when dtypes or shapes do not fit; a negative size or count is an error of the
+    "cpu" call, and an empty group in the others.
     """
-    if isinstance(tokens, ContiguousTokens):
+    is_contiguous = isinstance(tokens, ContiguousTokens)
+    if is_contiguous:
         _check(tokens.x, "[M, K]", 2, tokens.group_sizes, "group_sizes", weights)
         if tokens.alignment < 1:
             raise ValueError(f"alignment must be positive, got {tokens.alignment}")
-        function = select("grouped_gemm(ContiguousTokens)", _CONTIGUOUS, implementation)
     else:
         _check(tokens.x, "[e, C, K]", 3, tokens.counts, "counts", weights)
-        if tokens.x.shape[0] != weights.shape[0]:
+        if tokens.x.shape[0] != tokens.counts.shape[0]:
             raise ValueError(
-                f"x [e, C, K] {tokens.x.shape} and weights [e, N, K] {weights.shape} must have one "
+                f"x [e, C, K] {tokens.x.shape} and counts {tokens.counts.shape} must have one "
                 "number of groups e"
             )
-        function = select("grouped_gemm(MaskedTokens)", _MASKED, implementation)
-    return dataclasses.replace(tokens, x=function(tokens, weights))
+    layout = type(tokens).__name__
+    if isinstance(weights, QuantizedWeight):
+        _check_scales(tokens, weights)
+        dtype, kind = jnp.dtype(jnp.bfloat16 if dtype is None else dtype), "fp8"
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
+    else:
+        kind = "bf16"
+        if dtype not in (None, tokens.x.dtype):
+            raise ValueError(f"dtype must be that of x ({tokens.x.dtype}), got {dtype}")
+        dtype = tokens.x.dtype
+    function = select(f"grouped_gemm({layout}, {kind})", _TABLES[layout, kind], implementation)
+    y = function(tokens, weights, dtype=dtype, expected_rows=expected_rows)
+    return dataclasses.replace(tokens, x=y, scale=None)
 
 
-def _check(x: Array, dims: str, rank: int, sizes: Array, name: str, weights: Array) -> None:
-    if x.ndim != rank or weights.ndim != 3 or x.shape[-1] != weights.shape[-1]:
+def _check(
+    x: Array, dims: str, rank: int, sizes: Array, name: str, weights: Array | QuantizedWeight
+) -> None:
+    values = weights.values if isinstance(weights, QuantizedWeight) else weights
+    if x.ndim != rank or values.ndim != 3 or x.shape[-1] != values.shape[-1]:
         raise ValueError(
-            f"x {dims} {x.shape} and weights [e, N, K] {weights.shape} must have one depth K"
+            f"x {dims} {x.shape} and weights [e, N, K] {values.shape} must have one depth K"
         )
-    if sizes.shape != weights.shape[:1] or sizes.dtype != jnp.int32:
+    if sizes.shape != values.shape[:1] or sizes.dtype != jnp.int32:
         raise ValueError(
-            f"{name} must be int32[{weights.shape[0]}], one number for each group of weights, got "
+            f"{name} must be int32[{values.shape[0]}], one number for each group of weights, got "
             f"{sizes.dtype}{list(sizes.shape)}"
         )
-    if x.dtype != weights.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
+    allowed = (FP8,) if isinstance(weights, QuantizedWeight) else (jnp.float32, jnp.bfloat16)
+    if x.dtype != values.dtype or x.dtype not in allowed:
         raise ValueError(
-            "x and weights must both be float32 or both bfloat16, got "
-            f"{x.dtype} and {weights.dtype}"
+            "x and weights must both be float32, both bfloat16 or both float8_e4m3fn with scales, "
+            f"got {x.dtype} and {values.dtype}"
         )
+
+
+def _check_scales(tokens: Tokens, weights: QuantizedWeight) -> None:
+    *groups, num_rows, depth = tokens.x.shape
+    num_groups, num_out, _ = weights.values.shape
+    blocks = num_scale_blocks(depth)
+    for name, scale, shape in (
+        ("tokens.scale", tokens.scale, (*groups, blocks, num_scale_rows(num_rows))),
+        ("weights.scale", weights.scale, (num_groups, num_scale_blocks(num_out), blocks)),
+    ):
+        if scale is None or scale.shape != shape or scale.dtype != jnp.float32:
+            found = "none" if scale is None else f"{scale.dtype}{list(scale.shape)}"
+            raise ValueError(f"{name} must be float32{list(shape)}, got {found}")
