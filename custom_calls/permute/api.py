@@ -8,21 +8,24 @@ the order of (t, k).
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from custom_calls import cpu_library
+from custom_calls import cpu_library, triton_library
 from custom_calls.layouts import ContiguousTokens, MaskedTokens
 from custom_calls.permute import cpu, reference
 from custom_calls.select import Implementation, select
 
 
 _CONTIGUOUS = {
+    "triton": triton_library.implementation("custom_calls.permute.triton", "permute_contiguous"),
     "cpu": Implementation(cpu.permute_contiguous, "cpu", cpu_library.missing),
     "reference": Implementation(reference.permute_contiguous),
 }
 _MASKED = {
+    "triton": triton_library.implementation("custom_calls.permute.triton", "permute_masked"),
     "cpu": Implementation(cpu.permute_masked, "cpu", cpu_library.missing),
     "reference": Implementation(reference.permute_masked),
 }
 _UNPERMUTE = {
+    "triton": triton_library.implementation("custom_calls.permute.triton", "unpermute"),
     "cpu": Implementation(cpu.unpermute, "cpu", cpu_library.missing),
     "reference": Implementation(reference.unpermute),
 }

@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from custom_calls import triton_library
 from custom_calls.layouts import ContiguousTokens, MaskedTokens, QuantizedRows
 from custom_calls.quantize import reference
 from custom_calls.select import Implementation, select
@@ -17,9 +18,20 @@ from custom_calls.select import Implementation, select
 
 Tokens = TypeVar("Tokens", ContiguousTokens, MaskedTokens)
 
-_QUANTIZE_ROWS = {"reference": Implementation(reference.quantize_rows)}
-_QUANTIZE = {"reference": Implementation(reference.quantize)}
-_SILU_AND_MUL_QUANTIZE = {"reference": Implementation(reference.silu_and_mul_quantize)}
+_QUANTIZE_ROWS = {
+    "triton": triton_library.implementation("custom_calls.quantize.triton", "quantize_rows"),
+    "reference": Implementation(reference.quantize_rows),
+}
+_QUANTIZE = {
+    "triton": triton_library.implementation("custom_calls.quantize.triton", "quantize"),
+    "reference": Implementation(reference.quantize),
+}
+_SILU_AND_MUL_QUANTIZE = {
+    "triton": triton_library.implementation(
+        "custom_calls.quantize.triton", "silu_and_mul_quantize"
+    ),
+    "reference": Implementation(reference.silu_and_mul_quantize),
+}
 
 
 def quantize_rows(x: Float[Array, "M K"], *, implementation: str | None = None) -> QuantizedRows:

@@ -67,7 +67,9 @@ def _quantize(x: Float[Array, "... M K"]) -> tuple[Array, Array]:
     values = (blocked * (FP8_MAX / largest)[..., None]).astype(FP8)
     scale = jnp.swapaxes(largest * (1 / FP8_MAX), -1, -2)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, num_scale_rows(num_rows) - num_rows)]
-    return values.reshape(*groups, num_rows, -1)[..., :depth], jnp.pad(scale, padding)
+    return values.reshape(*groups, num_rows, blocks * SCALE_BLOCK)[..., :depth], jnp.pad(
+        scale, padding
+    )
 
 
 def _dequantize(values: Array, scale: Float32[Array, "... blocks rows"]) -> Array:

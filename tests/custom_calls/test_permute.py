@@ -11,7 +11,12 @@ from custom_calls import permute
 from custom_calls.layouts import ContiguousTokens, MaskedTokens
 
 
-IMPLEMENTATIONS = ["reference", "cpu"]
+IMPLEMENTATIONS = [
+    "reference",
+    "cpu",
+    "triton_interpreted",
+    pytest.param("triton", marks=pytest.mark.gpu),
+]
 TOLERANCES = {
     jnp.float32: {"rtol": 1e-6, "atol": 1e-6},
     jnp.bfloat16: {"rtol": 8e-3, "atol": 1e-2},
@@ -27,7 +32,7 @@ permute_masked = jax.jit(
 )
 unpermute = jax.jit(permute.unpermute, static_argnames="implementation")
 
-all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 all_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=lambda d: d.__name__)
 
 
@@ -54,15 +59,15 @@ def _normal(seed, shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def _members(group_idx):
+def _members(group_idx, num_groups=NUM_GROUPS):
     """The (t, k) copies of each group, in order."""
-    return [list(zip(*np.nonzero(group_idx == g), strict=True)) for g in range(NUM_GROUPS)]
+    return [list(zip(*np.nonzero(group_idx == g), strict=True)) for g in range(num_groups)]
 
 
-def _contiguous_oracle(group_idx, max_rows, alignment):
+def _contiguous_oracle(group_idx, max_rows, alignment, num_groups=NUM_GROUPS):
     row_of = np.full(group_idx.shape, -1, np.int32)
     start = 0
-    for members in _members(group_idx):
+    for members in _members(group_idx, num_groups):
         for position, (t, k) in enumerate(members):
             if start + position < max_rows:
                 row_of[t, k] = start + position
@@ -70,9 +75,9 @@ def _contiguous_oracle(group_idx, max_rows, alignment):
     return row_of
 
 
-def _masked_oracle(group_idx, capacity):
+def _masked_oracle(group_idx, capacity, num_groups=NUM_GROUPS):
     row_of = np.full(group_idx.shape, -1, np.int32)
-    for group, members in enumerate(_members(group_idx)):
+    for group, members in enumerate(_members(group_idx, num_groups)):
         for position, (t, k) in enumerate(members[:capacity]):
             row_of[t, k] = group * capacity + position
     return row_of
@@ -163,6 +168,34 @@ def test_rows_that_do_not_fit(excess, implementation):
 
 
 @all_implementations
+@pytest.mark.parametrize("num_groups", [3, 600])
+def test_more_copies_than_a_program_sorts(num_groups, implementation, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setattr("custom_calls.permute.triton.MAX_BLOCKS", 3)
+    rng = np.random.default_rng(14)
+    group_idx = jnp.asarray(rng.integers(-1, num_groups + 1, (331, 3)), jnp.int32)
+    x = jnp.ones((331, 0), jnp.bfloat16)
+    contiguous, row_of = permute.permute_contiguous(
+        x,
+        group_idx,
+        num_groups=num_groups,
+        max_rows=900,
+        alignment=16,
+        implementation=implementation,
+    )
+    masked, row_of_masked = permute.permute_masked(
+        x, group_idx, num_groups=num_groups, capacity=300, implementation=implementation
+    )
+    expected = _contiguous_oracle(np.asarray(group_idx), 900, 16, num_groups)
+    np.testing.assert_array_equal(row_of, expected)
+    expected = _masked_oracle(np.asarray(group_idx), 300, num_groups)
+    np.testing.assert_array_equal(row_of_masked, expected)
+    sizes = np.bincount(np.asarray(group_idx).reshape(-1) + 1, minlength=num_groups + 2)[1:-1]
+    np.testing.assert_array_equal(contiguous.group_sizes, sizes)
+    np.testing.assert_array_equal(masked.counts, sizes)
+
+
+@all_implementations
 def test_one_past_capacity(implementation):
     group_idx = jnp.array([[0], [0], [0], [1], [1]], jnp.int32)
     tokens, row_of = permute_masked(
@@ -235,6 +268,8 @@ def test_sum_runs_in_float32_in_the_order_of_k(implementation):
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("num_tokens", [40, 700])
 def test_there_and_back(num_tokens, layout, dtype, implementation):
+    if num_tokens > 100 and jax.config.jax_disable_jit:
+        pytest.skip("interpreted programs run one by one")
     x = _normal(8, (num_tokens, 512), dtype)
     group_idx = jnp.asarray(np.abs(_random_idx(9, num_tokens)))
     weights = np.random.default_rng(10).random(group_idx.shape, np.float32)
@@ -274,10 +309,15 @@ def test_bad_arguments():
         permute_masked(x, group_idx, num_groups=2**16, capacity=2**16)
 
 
-@all_implementations
+# Not interpreted: that runs one operation after the other, outside of any program.
+@pytest.mark.parametrize(
+    "implementation",
+    [name for name in IMPLEMENTATIONS if name != "triton_interpreted"],
+    indirect=True,
+)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_under_shard_map(check_vma, implementation):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((min(8, jax.device_count()),), ("x",), axis_types=(AxisType.Auto,))
 
     def there_and_back(x, group_idx):
         tokens, row_of = permute_contiguous(
