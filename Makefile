@@ -4,9 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml $(wildcard custom_calls/csrc/*)
 
-.PHONY: install run test test-gpu lint
+# Its kernel headers are used, its Python is not: without its dependencies, PyTorch among them.
+DEEP_GEMM := sgl-deep-gemm==0.2.5
+
+.PHONY: install install-cuda run test test-gpu lint
 
 install: $(VENV)/.installed
+
+install-cuda: $(VENV)/.installed-cuda
 
 run: install
 	$(BIN)/jaxmoe serve $(ARGS)
@@ -14,7 +19,7 @@ run: install
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
-test-gpu: $(VENV)/.installed-test
+test-gpu: $(VENV)/.installed-test $(VENV)/.installed-cuda
 	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
 
 lint: $(VENV)/.installed-lint
@@ -32,6 +37,11 @@ $(VENV)/.installed: $(SOURCES)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-cuda: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-build-isolation --editable ".[cuda]"
+	$(BIN)/python -m pip install -q --no-deps $(DEEP_GEMM)
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test

@@ -6,7 +6,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from custom_calls import cpu_library
-from custom_calls.gemm import cpu, reference
+from custom_calls.deep_gemm import library
+from custom_calls.gemm import cpu, deep_gemm, reference
 from custom_calls.layouts import (
     QuantizedRows,
     QuantizedWeight,
@@ -21,6 +22,11 @@ _GEMM = {
     "reference": Implementation(reference.gemm),
 }
 _FP8 = {
+    "deep_gemm": Implementation(deep_gemm.gemm_fp8, "gpu", library.missing),
+    "cpu": Implementation(cpu.gemm_fp8, "cpu", cpu_library.missing),
+    "reference": Implementation(reference.gemm_fp8),
+}
+_FP8_TO_F32 = {
     "cpu": Implementation(cpu.gemm_fp8, "cpu", cpu_library.missing),
     "reference": Implementation(reference.gemm_fp8),
 }
@@ -85,7 +91,8 @@ def gemm_fp8(
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
-    return select("gemm_fp8", _FP8, implementation)(x, weight, dtype=dtype)
+    table = _FP8 if dtype == jnp.bfloat16 else _FP8_TO_F32
+    return select(f"gemm_fp8(to {dtype})", table, implementation)(x, weight, dtype=dtype)
 
 
 def gemm_by_head(

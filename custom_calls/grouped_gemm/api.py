@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from custom_calls import cpu_library
-from custom_calls.grouped_gemm import cpu, reference
+from custom_calls.deep_gemm import library
+from custom_calls.grouped_gemm import cpu, deep_gemm, pallas, ragged_dot, reference
 from custom_calls.layouts import (
     ContiguousTokens,
     MaskedTokens,
@@ -25,22 +26,57 @@ FP8 = jnp.float8_e4m3fn
 
 _TABLES = {
     ("ContiguousTokens", "bf16"): {
+        "deep_gemm": Implementation(deep_gemm.contiguous, "gpu", library.missing),
         "cpu": Implementation(cpu.contiguous, "cpu", cpu_library.missing),
         "reference": Implementation(reference.contiguous),
+        "ragged_dot": Implementation(ragged_dot.contiguous),
+        "pallas": Implementation(pallas.contiguous, "gpu", pallas.missing),
     },
     ("MaskedTokens", "bf16"): {
+        "deep_gemm": Implementation(deep_gemm.masked, "gpu", library.missing),
         "cpu": Implementation(cpu.masked, "cpu", cpu_library.missing),
         "reference": Implementation(reference.masked),
+        "ragged_dot": Implementation(ragged_dot.masked),
+        "pallas": Implementation(pallas.masked, "gpu", pallas.missing),
+    },
+    ("ContiguousTokens", "f32"): {
+        "cpu": Implementation(cpu.contiguous, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.contiguous),
+        "ragged_dot": Implementation(ragged_dot.contiguous),
+    },
+    ("MaskedTokens", "f32"): {
+        "cpu": Implementation(cpu.masked, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.masked),
+        "ragged_dot": Implementation(ragged_dot.masked),
     },
     ("ContiguousTokens", "fp8"): {
+        "deep_gemm": Implementation(deep_gemm.contiguous, "gpu", library.missing),
         "cpu": Implementation(cpu.contiguous_fp8, "cpu", cpu_library.missing),
         "reference": Implementation(reference.contiguous_fp8),
     },
     ("MaskedTokens", "fp8"): {
+        "deep_gemm": Implementation(deep_gemm.masked, "gpu", library.missing),
+        "cpu": Implementation(cpu.masked_fp8, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.masked_fp8),
+    },
+    ("ContiguousTokens", "fp8 to f32"): {
+        "cpu": Implementation(cpu.contiguous_fp8, "cpu", cpu_library.missing),
+        "reference": Implementation(reference.contiguous_fp8),
+    },
+    ("MaskedTokens", "fp8 to f32"): {
         "cpu": Implementation(cpu.masked_fp8, "cpu", cpu_library.missing),
         "reference": Implementation(reference.masked_fp8),
     },
 }
+
+
+def row_alignment() -> int:
+    """The multiple at which groups of rows should start and slabs end, for the best implementation.
+
+    128 where "deep_gemm" can run, whose tiles must not straddle groups; 1 elsewhere.
+    """
+    function = select("grouped_gemm", _TABLES["ContiguousTokens", "bf16"], None)
+    return deep_gemm.ROW_ALIGNMENT if function is deep_gemm.contiguous else 1
 
 
 def grouped_gemm(
@@ -65,8 +101,9 @@ def grouped_gemm(
     `expected_rows` is how many rows a group has on average, a hint from which "deep_gemm" chooses
     its tile; unless given it is taken from the room there is.
 
-    Raises ValueError when dtypes or shapes do not fit; a negative size or count is an error of the
-    "cpu" call, and an empty group in the others.
+    Raises ValueError when dtypes or shapes do not fit, or are not for the chosen implementation
+    ("deep_gemm": groups aligned to 64 or 128 rows, a capacity C that is a multiple of 64). A
+    negative size or count is an error of the "cpu" call, and an empty group in the others.
     """
     is_contiguous = isinstance(tokens, ContiguousTokens)
     if is_contiguous:
@@ -83,14 +120,15 @@ def grouped_gemm(
     layout = type(tokens).__name__
     if isinstance(weights, QuantizedWeight):
         _check_scales(tokens, weights)
-        dtype, kind = jnp.dtype(jnp.bfloat16 if dtype is None else dtype), "fp8"
+        dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
+        kind = "fp8" if dtype == jnp.bfloat16 else "fp8 to f32"
     else:
-        kind = "bf16"
         if dtype not in (None, tokens.x.dtype):
             raise ValueError(f"dtype must be that of x ({tokens.x.dtype}), got {dtype}")
         dtype = tokens.x.dtype
+        kind = "bf16" if dtype == jnp.bfloat16 else "f32"
     function = select(f"grouped_gemm({layout}, {kind})", _TABLES[layout, kind], implementation)
     y = function(tokens, weights, dtype=dtype, expected_rows=expected_rows)
     return dataclasses.replace(tokens, x=y, scale=None)
