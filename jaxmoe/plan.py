@@ -6,11 +6,25 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from custom_calls.grouped_gemm import row_alignment
+from custom_calls.layouts import SCALE_BLOCK
 from jaxmoe.config import ModelConfig
 
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
+QUANTIZATIONS = ("none", "fp8")
+QUANTIZATION_HELP = (
+    "fp8: weights and activations in 128-blocks, other weights are quantised while loading; none: "
+    "FP8 weights are dequantised while loading; default: what the checkpoint is"
+)
+
+
+class Quantization(enum.Enum):
+    """How projections, MLPs and experts are multiplied; without one, in the model's dtype."""
+
+    FP8 = "fp8"
+    """DeepSeek-V3's (arXiv:2412.19437, section 3.3): see `custom_calls.layouts`."""
 
 
 class DispatchMode(enum.Enum):
@@ -32,7 +46,10 @@ class ExecutionPlan:
       dispatch_mode: see `DispatchMode`.
       max_dispatch_tokens_per_rank: tokens one dispatch moves at most from a rank; the MoE layer
         splits a larger batch into several dispatches. None: any number.
-      grouped_gemm, permute: implementation names of the custom calls, None for the best available.
+      grouped_gemm, permute, quantize: implementation names of the experts' custom calls, None for
+        the best available.
+      row_alignment: experts' rows start, and slabs end, at a multiple of it: what `grouped_gemm`
+        asks for.
     """
 
     ep_size: int
@@ -41,9 +58,11 @@ class ExecutionPlan:
     max_dispatch_tokens_per_rank: int | None = None
     grouped_gemm: str | None = None
     permute: str | None = None
+    quantize: str | None = None
+    row_alignment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank"):
+        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank", "row_alignment"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -51,6 +70,10 @@ class ExecutionPlan:
     @property
     def num_physical_experts(self) -> int:
         return self.ep_size * self.slots_per_rank
+
+    def expected_rows(self, num_tokens: int, top_k: int) -> int:
+        """Rows an expert gets on average when every rank dispatches so many tokens."""
+        return -(-num_tokens * self.ep_size * top_k // self.num_physical_experts)
 
 
 def make_plans(
@@ -78,6 +101,7 @@ def make_plans(
             max_dispatch_tokens_per_rank=(
                 max_dispatch_tokens_per_rank if mode is DispatchMode.LOW_LATENCY else None
             ),
+            row_alignment=row_alignment(),
         )
         for mode in modes
     )
@@ -99,3 +123,33 @@ def resolve_dtype(name: str, config: ModelConfig) -> jnp.dtype:
             f"the checkpoint's torch_dtype is {name!r}: choose one of {DTYPES[1:]} with --dtype"
         )
     return jnp.dtype(name)
+
+
+def resolve_quantization(name: str | None, config: ModelConfig) -> Quantization | None:
+    """How a checkpoint is run when `name` is asked for; None asks for what the checkpoint is.
+
+    "none" runs FP8 checkpoints dequantised. What cannot run in FP8 is refused by
+    `check_quantization`.
+    """
+    if name is None:
+        return None if config.weight_block_size is None else Quantization.FP8
+    if name not in QUANTIZATIONS:
+        raise ValueError(f"quantization must be one of {QUANTIZATIONS}, got {name!r}")
+    return None if name == "none" else Quantization(name)
+
+
+def check_quantization(quantization: Quantization | None, config: ModelConfig) -> None:
+    """Raise ValueError unless a checkpoint of this configuration can run so."""
+    if quantization is None:
+        return
+    block, width = config.weight_block_size, config.moe_intermediate_size
+    if block not in (None, (SCALE_BLOCK, SCALE_BLOCK)):
+        raise ValueError(
+            f"weight_block_size must be [{SCALE_BLOCK}, {SCALE_BLOCK}] to multiply in FP8, got "
+            f"{list(block)}: --quantization none dequantises the weights while loading"
+        )
+    if width % SCALE_BLOCK:
+        raise ValueError(
+            f"moe_intermediate_size must be a multiple of {SCALE_BLOCK} to multiply in FP8, so "
+            f"that gate and up stacked share no block, got {width}: choose --quantization none"
+        )

@@ -23,7 +23,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.kv_cache import KVCache
 from jaxmoe.model.deepseek import Activations, DeepseekForCausalLM
-from jaxmoe.plan import ExecutionPlan
+from jaxmoe.plan import ExecutionPlan, Quantization, check_quantization
 from jaxmoe.sampling import Sampled, SamplingBatch
 
 
@@ -32,7 +32,10 @@ SCORE_ROWS = 64  # logits of a prompt are made this many tokens at a time
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """Weights on a mesh. `params` has the structure `abstract_model` gives."""
+    """Weights on a mesh. `params` has the structure `abstract_model` gives.
+
+    `dtype` is that of activations and of the weights that are not quantised.
+    """
 
     config: ModelConfig
     mesh: Mesh
@@ -40,6 +43,7 @@ class ShardedModel:
     graphdef: nnx.GraphDef
     params: nnx.State
     placement: ExpertPlacement
+    quantization: Quantization | None = None
 
     @property
     def num_slots(self) -> int:
@@ -51,10 +55,21 @@ class ShardedModel:
 
 
 def abstract_model(
-    config: ModelConfig, num_slots: int, dtype: DTypeLike
+    config: ModelConfig,
+    num_slots: int,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters as ShapeDtypeStructs, without allocating any."""
-    model = nnx.eval_shape(lambda: DeepseekForCausalLM(config, num_slots=num_slots, dtype=dtype))
+    """The model's structure and its parameters as ShapeDtypeStructs, without allocating any.
+
+    Raises ValueError for a configuration that cannot run with this quantisation.
+    """
+    check_quantization(quantization, config)
+    model = nnx.eval_shape(
+        lambda: DeepseekForCausalLM(
+            config, num_slots=num_slots, dtype=dtype, quantization=quantization
+        )
+    )
     return nnx.split(model)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.plan import DEEPEP_MODES, DTYPES
+from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
 from serving.engine import EngineLimits
 
 
@@ -36,6 +36,7 @@ class ServerConfig:
     dtype: str = _flag(
         "auto", "of weights and activations; auto: the checkpoint's, float32 on CPU", choices=DTYPES
     )
+    quantization: str | None = _flag(None, QUANTIZATION_HELP, choices=QUANTIZATIONS)
     deepep_mode: str = _flag(
         "auto",
         "dispatch: auto is normal in prefill and low_latency in decode",

@@ -18,7 +18,7 @@ from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
-from jaxmoe.plan import make_plans, resolve_dtype
+from jaxmoe.plan import make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.step import ShardedModel
 from jaxmoe.tokenizer import Tokenizer
 from serving.config import ServerConfig, add_arguments, from_arguments
@@ -101,10 +101,13 @@ def load(config: ServerConfig, directory: Path) -> ShardedModel:
     )
     started = time.monotonic()
     dtype = resolve_dtype(config.dtype, model_config)
-    model = load_model(directory, mesh, dtype=dtype, num_slots=num_slots)
+    quantization = resolve_quantization(config.quantization, model_config)
+    model = load_model(directory, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots)
     logger.info(
-        "loaded %s in %.1f s: %s, %d ranks of %d expert slots",
-        directory.name, time.monotonic() - started, dtype, mesh.size, model.slots_per_rank,
+        "loaded %s in %.1f s: %s%s, %d ranks of %d expert slots",
+        directory.name, time.monotonic() - started, dtype,
+        f" and {quantization.value} weights" if quantization else "",
+        mesh.size, model.slots_per_rank,
     )  # fmt: skip
     return model
 

@@ -88,7 +88,10 @@ def normal_dispatch_finish(
     alignment: int = 1,
     permute: str | None = None,
 ) -> tuple[ContiguousTokens, NormalHandle]:
-    """The arrived tokens sorted by local expert, exact counts."""
+    """The arrived tokens sorted by local expert, exact counts.
+
+    Each expert's rows start at a multiple of `alignment`.
+    """
     num_ranks, num_tokens, hidden = in_flight.x.shape
     rows = num_ranks * num_tokens
     group_idx = in_flight.group_idx.reshape(rows, -1)
@@ -174,9 +177,12 @@ def low_latency_dispatch_start(
 
 
 def low_latency_dispatch_finish(
-    in_flight: LowLatencyInFlight, *, permute: str | None = None
+    in_flight: LowLatencyInFlight, *, alignment: int = 1, permute: str | None = None
 ) -> tuple[MaskedTokens, LowLatencyHandle]:
-    """The slab [e, D * T, H] of arrived tokens, each expert's rows packed to the front."""
+    """The slab [e, C, H] of arrived tokens, each expert's rows packed to the front.
+
+    The capacity C is D * T rounded up to a multiple of `alignment`.
+    """
     num_ranks, slots_per_rank, num_tokens, hidden = in_flight.x.shape
     is_token = jnp.arange(num_tokens, dtype=jnp.int32)[None, None, :] < in_flight.counts[:, :, None]
     slot = jnp.arange(slots_per_rank, dtype=jnp.int32)[None, :, None]
@@ -184,7 +190,7 @@ def low_latency_dispatch_finish(
         in_flight.x.reshape(-1, hidden),
         jnp.where(is_token, slot, -1).reshape(-1, 1),
         num_groups=slots_per_rank,
-        capacity=num_ranks * num_tokens,
+        capacity=-(-num_ranks * num_tokens // alignment) * alignment,
         implementation=permute,
     )
     handle = LowLatencyHandle(row_of=row_of, sent_to=in_flight.sent_to, weights=in_flight.weights)

@@ -12,7 +12,7 @@ Differences from the serving forward, none of which changes a number beyond roun
 - every expert computes every token, as one wide gated MLP, and the routing weights, zero for most,
   multiply its activations: at 32 narrow experts two big matmuls beat moving tokens, and none is
   dropped;
-- matmuls are in `dtype`, and so are their gradients. Serving's `project` asks for a float32 result,
+- matmuls are in `dtype`, and so are their gradients. Serving's `Linear` asks for a float32 result,
   whose transpose would be a matmul of float32 by bfloat16, at half the speed or less.
 
 What is trained in float32: master weights, routers, softmax and loss.

@@ -9,6 +9,7 @@ from jaxmoe.checkpoint.hf import load_hf
 from jaxmoe.checkpoint.store import convert, is_orbax, load_orbax
 from jaxmoe.checkpoint.synthetic import RANDOM_CONFIGS, write_random_checkpoint
 from jaxmoe.checkpoint.tensor_file import INDEX_FILE, SINGLE_FILE, CheckpointError, has_tensors
+from jaxmoe.plan import Quantization
 from jaxmoe.step import ShardedModel
 
 
@@ -24,14 +25,18 @@ __all__ = [
 
 
 def load_model(
-    model_dir: Path | str, mesh: Mesh, *, dtype: DTypeLike, num_slots: int | None = None
+    model_dir: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
+    num_slots: int | None = None,
 ) -> ShardedModel:
-    """The model in this directory, whichever kind it is; see `load_hf`."""
+    """The model in this directory, whichever kind it is; see `load_hf` and `load_orbax`."""
     model_dir = Path(model_dir)
-    if is_orbax(model_dir):
-        return load_orbax(model_dir, mesh, dtype=dtype, num_slots=num_slots)
-    if has_tensors(model_dir):
-        return load_hf(model_dir, mesh, dtype=dtype, num_slots=num_slots)
+    load = load_orbax if is_orbax(model_dir) else load_hf if has_tensors(model_dir) else None
+    if load is not None:
+        return load(model_dir, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots)
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a directory")
     raise CheckpointError(

@@ -1,11 +1,12 @@
 """Hugging Face directories, straight into sharded arrays.
 
 Tensors are read one at a time, so the host holds at most one parameter besides the model itself:
-a matrix, or a layer's stacked experts. FP8 weights are dequantised on the way.
+a matrix, or a layer's stacked experts. FP8 weights go to the devices as they are when the model
+runs in FP8, `kv_b_proj` excepted (see `model.mla`), and are dequantised when it does not; other
+weights are quantised on the way when it does, as `jaxmoe quantize` would.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxmoe.checkpoint.fp8 import (
+    FP8_BLOCK,
+    FP8_DTYPE,
+    SCALE_SUFFIX,
+    block_scales,
+    dequantise,
+    is_quantised,
+    quantise,
+    scale_shape,
+)
 from jaxmoe.checkpoint.parameters import (
     Parameter,
     build_model,
@@ -25,25 +36,32 @@ from jaxmoe.checkpoint.parameters import (
 )
 from jaxmoe.checkpoint.tensor_file import DTYPES, CheckpointError, StoredTensor, find_tensors
 from jaxmoe.config import ModelConfig
+from jaxmoe.plan import Quantization
 from jaxmoe.step import ShardedModel
 
 
-SCALE_SUFFIX = "_scale_inv"  # of the name of the weight it belongs to
 FP8 = "F8_E4M3"
 MAX_NAMES_IN_ERROR = 5
 
 
 def load_hf(
-    model_dir: Path | str, mesh: Mesh, *, dtype: DTypeLike, num_slots: int | None = None
+    model_dir: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
+    num_slots: int | None = None,
 ) -> ShardedModel:
     """A model from a directory of safetensors, in `dtype` (routers in float32).
 
+    With a `quantization` its matrices are FP8, whatever the directory holds; without, none is.
     `num_slots` is the number of physical experts over all ranks, by default the fewest that hold
     every expert and divide over the ranks; slot p holds expert p % n_routed_experts.
 
-    Raises CheckpointError naming tensor and file, ValueError for an impossible `num_slots`.
+    Raises CheckpointError naming tensor and file, ValueError for an impossible `num_slots` or a
+    configuration that cannot run in FP8.
     """
-    source = HfCheckpoint.open(model_dir)
+    source = HfCheckpoint.open(model_dir, quantization)
 
     def load(parameters: Sequence[Parameter], slots: np.ndarray) -> dict[str, jax.Array]:
         source.check(parameters)
@@ -54,23 +72,37 @@ def load_hf(
             for parameter in parameters
         }
 
-    return build_model(source.config, mesh, dtype=dtype, num_slots=num_slots, load=load)
+    return build_model(
+        source.config,
+        mesh,
+        dtype=dtype,
+        quantization=quantization,
+        num_slots=num_slots,
+        load=load,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class HfCheckpoint:
-    """An opened directory: its configuration and where its tensors are."""
+    """An opened directory: its configuration and where its tensors are.
+
+    With a `quantization`, the matrices that `jaxmoe quantize` makes FP8 have that rounding in all
+    that is read, whether they are stored so or not.
+    """
 
     model_dir: Path
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
+    quantization: Quantization | None = None
 
     @classmethod
-    def open(cls, model_dir: Path | str) -> "HfCheckpoint":
+    def open(
+        cls, model_dir: Path | str, quantization: Quantization | None = None
+    ) -> "HfCheckpoint":
         """Reads the configuration and the headers of all files."""
         model_dir = Path(model_dir)
         config = ModelConfig.load(model_dir)
-        return cls(model_dir=model_dir, config=config, tensors=find_tensors(model_dir))
+        return cls(model_dir, config, find_tensors(model_dir), quantization)
 
     @property
     def dtype(self) -> np.dtype:
@@ -102,6 +134,9 @@ class HfCheckpoint:
                 self._refuse_dtype(name, "F32, F16, BF16 or F8_E4M3 with a scale")
             if tensor.dtype == FP8:
                 self._check_scale(tensor)
+            elif self.quantization and self.config.weight_block_size and is_quantised(name):
+                # Someone left it out on purpose.
+                self._refuse_dtype(name, f"{FP8}, or `--quantization none` for the whole model")
         unknown = [
             name
             for name in self.tensors
@@ -119,27 +154,58 @@ class HfCheckpoint:
             )
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """One tensor of the checkpoint in `dtype`, dequantised if it has to be."""
-        tensor = self._tensor(name)
-        values = tensor.read()
-        if tensor.dtype != FP8:
-            return values.astype(dtype, copy=False)
-        assert self.config.weight_block_size is not None  # `check` has seen the scale
-        scale = self._tensor(name + SCALE_SUFFIX).read().astype(np.float32, copy=False)
-        return dequantise(values, scale, self.config.weight_block_size, dtype)
+        """One tensor of the checkpoint in `dtype`, dequantised if it is FP8."""
+        if not self._is_fp8(name):
+            return self._tensor(name).read().astype(dtype, copy=False)
+        return dequantise(self.read_fp8(name), self.read_scale(name), self._block, dtype)
+
+    def read_fp8(self, name: str) -> np.ndarray:
+        """A matrix in float8: as it is stored, or quantised here."""
+        if self._tensor(name).dtype == FP8:
+            return self._tensor(name).read()
+        return quantise(self._read_finite(name), self._block)[0]
+
+    def read_scale(self, name: str) -> np.ndarray:
+        """The scales, float32, of a matrix that `read_fp8` reads."""
+        if self._tensor(name).dtype == FP8:
+            return self._tensor(name + SCALE_SUFFIX).read().astype(np.float32, copy=False)
+        return block_scales(self._read_finite(name), self._block)
 
     def read_rows(self, parameter: Parameter, rows: range, slots: np.ndarray) -> np.ndarray:
         """Rows of a parameter; of stacked experts, the ones `slots` [L, P] puts there."""
         if not parameter.is_expert:
-            return self.read(parameter.name, parameter.dtype)[rows.start : rows.stop]
+            (name,) = parameter.weight_names(0)
+            return self._read_for(parameter, name)[rows.start : rows.stop]
         assert parameter.layer is not None
         experts = slots[parameter.layer - self.config.first_k_dense_replace, rows.start : rows.stop]
         stacked = np.empty((len(rows), *parameter.shape[1:]), parameter.dtype)
         for slot, expert in zip(stacked, experts, strict=True):
-            names = parameter.matrix_names(int(expert))
+            names = parameter.weight_names(int(expert))
             for part, name in zip(np.split(slot, len(names)), names, strict=True):
-                part[...] = self.read(name, parameter.dtype)
+                part[...] = self._read_for(parameter, name)
         return stacked
+
+    def _read_for(self, parameter: Parameter, name: str) -> np.ndarray:
+        if parameter.is_scale:
+            return self.read_scale(name)
+        if parameter.dtype == FP8_DTYPE:
+            return self.read_fp8(name)
+        return self.read(name, parameter.dtype)
+
+    def _is_fp8(self, name: str) -> bool:
+        is_stored = self._tensor(name).dtype == FP8
+        return is_stored or (self.quantization is not None and is_quantised(name))
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        return self.config.weight_block_size or FP8_BLOCK
+
+    def _read_finite(self, name: str) -> np.ndarray:
+        tensor = self._tensor(name)
+        values = tensor.read()
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"tensor {name!r} in {tensor.path} is not finite")
+        return values
 
     def _tensor(self, name: str) -> StoredTensor:
         try:
@@ -157,7 +223,7 @@ class HfCheckpoint:
                 "quantization_config with weight_block_size in config.json"
             )
         scale = self._tensor(weight.name + SCALE_SUFFIX)
-        expected = tuple(math.ceil(n / b) for n, b in zip(weight.shape, block, strict=True))
+        expected = scale_shape(weight.shape, block)
         if scale.shape != expected:
             raise CheckpointError(
                 f"tensor {scale.name!r} in {scale.path}: expected shape {list(expected)}, a scale "
@@ -185,24 +251,6 @@ def is_mtp(name: str, config: ModelConfig) -> bool:
     """Whether a tensor belongs to a multi-token-prediction layer, which follows the decoder's."""
     layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= config.num_hidden_layers
-
-
-def dequantise(
-    values: np.ndarray, scale: np.ndarray, block: tuple[int, int], dtype: np.dtype
-) -> np.ndarray:
-    """values * scale, one scale for each block of rows and columns; the last blocks may be cut.
-
-    Multiplied in float32, a row of blocks at a time, so that a float32 copy of the whole matrix
-    never exists beside a narrower result.
-    """
-    num_rows, num_columns = values.shape
-    rows, columns = block
-    result = np.empty(values.shape, dtype)
-    for start, row_scale in zip(range(0, num_rows, rows), scale, strict=True):
-        factor = np.repeat(row_scale, columns)[:num_columns]
-        strip = values[start : start + rows].astype(np.float32)
-        result[start : start + rows] = strip * factor[None, :]
-    return result
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

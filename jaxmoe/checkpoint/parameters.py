@@ -14,9 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmoe import sharding
+from jaxmoe.checkpoint.fp8 import SCALE_SUFFIX
 from jaxmoe.checkpoint.tensor_file import CheckpointError
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb import placement as placements
+from jaxmoe.plan import Quantization
 from jaxmoe.step import ShardedModel, abstract_model, path_names
 
 
@@ -42,15 +44,29 @@ class Parameter:
     layer: int | None
     is_expert: bool
 
-    def matrix_names(self, expert: int) -> tuple[str, ...]:
-        """The Hugging Face names of the matrices that make up one slot."""
-        prefix, kind = self.name.rsplit(".", 1)
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is the scales of an FP8 weight, whose name this is without the suffix."""
+        return self.name.endswith(SCALE_SUFFIX)
+
+    def weight_names(self, expert: int) -> tuple[str, ...]:
+        """The Hugging Face names of the weights it is made from or the scales of: of experts, those
+        of one slot."""
+        name = self.name.removesuffix(SCALE_SUFFIX)
+        if not self.is_expert:
+            return (name,)
+        prefix, kind = name.rsplit(".", 1)
         return tuple(f"{prefix}.{expert}.{matrix}.weight" for matrix in EXPERT_MATRICES[kind])
 
 
-def list_parameters(config: ModelConfig, num_slots: int, dtype: DTypeLike) -> list[Parameter]:
-    """In the order in which the state's leaves are flattened."""
-    _, abstract = abstract_model(config, num_slots, dtype)
+def list_parameters(
+    config: ModelConfig,
+    num_slots: int,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
+) -> list[Parameter]:
+    """In the order in which the state's leaves are flattened. Raises as `abstract_model` does."""
+    _, abstract = abstract_model(config, num_slots, dtype, quantization)
     parameters = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
         names = path_names(path)
@@ -70,15 +86,18 @@ def list_parameters(config: ModelConfig, num_slots: int, dtype: DTypeLike) -> li
 def checkpoint_shapes(
     parameters: Sequence[Parameter], num_experts: int
 ) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of every tensor these parameters are made from."""
+    """Hugging Face name and shape of every tensor these parameters are made from, but scales: they
+    are wherever there are FP8 weights."""
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter in parameters:
+        if parameter.is_scale:
+            continue
         if not parameter.is_expert:
             shapes[parameter.name] = parameter.shape
             continue
         _, rows, columns = parameter.shape
         for expert in range(num_experts):
-            names = parameter.matrix_names(expert)
+            names = parameter.weight_names(expert)
             shapes.update(dict.fromkeys(names, (rows // len(names), columns)))
     return shapes
 
@@ -88,6 +107,7 @@ def build_model(
     mesh: Mesh,
     *,
     dtype: DTypeLike,
+    quantization: Quantization | None,
     num_slots: int | None,
     load: Callable[[Sequence[Parameter], np.ndarray], dict[str, jax.Array]],
 ) -> ShardedModel:
@@ -102,8 +122,8 @@ def build_model(
             f"{suggestion} would be"
         )
     placement = placements.trivial_placement(config.num_moe_layers, num_experts, num_slots)
-    graphdef, abstract = abstract_model(config, num_slots, dtype)
-    parameters = list_parameters(config, num_slots, dtype)
+    graphdef, abstract = abstract_model(config, num_slots, dtype, quantization)
+    parameters = list_parameters(config, num_slots, dtype, quantization)
     arrays = load(parameters, np.asarray(placement.physical_to_logical))
     params = jax.tree.unflatten(
         jax.tree.structure(abstract), [arrays[parameter.name] for parameter in parameters]
@@ -112,6 +132,7 @@ def build_model(
         config=config,
         mesh=mesh,
         dtype=dtype,
+        quantization=quantization,
         graphdef=graphdef,
         params=params,
         placement=jax.device_put(placement, sharding.replicated(mesh)),

@@ -16,10 +16,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from jaxmoe.checkpoint.hf import FP8, SCALE_SUFFIX
+from jaxmoe.checkpoint.fp8 import (
+    FP8_BLOCK,
+    QUANTIZATION_CONFIG,
+    SCALE_SUFFIX,
+    is_quantised,
+    quantise,
+    scale_shape,
+)
+from jaxmoe.checkpoint.hf import FP8
 from jaxmoe.checkpoint.store import COPIED_FILES
 from jaxmoe.checkpoint.tensor_file import (
     DTYPES,
@@ -31,15 +38,6 @@ from jaxmoe.checkpoint.tensor_file import (
 from jaxmoe.config import ModelConfig
 
 
-FP8_BLOCK = (128, 128)
-FP8_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-MIN_BLOCK_MAX = 1e-12  # a block of zeros has a scale too
-QUANTIZATION_CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": list(FP8_BLOCK),
-}
 COPY_BYTES = 16 << 20
 HEADER_ALIGNMENT = 8  # of the tensors' bytes in the file, as safetensors writes them
 
@@ -91,37 +89,6 @@ def quantize(source_dir: Path | str, target_dir: Path | str) -> Path:
     return target_dir
 
 
-def is_quantised(name: str) -> bool:
-    """Whether DeepSeek's FP8 checkpoints hold the tensor of this name in float8."""
-    matrix = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    is_projection = matrix.endswith("_proj") or matrix == "kv_a_proj_with_mqa"
-    return name.endswith(".weight") and is_projection and matrix != "eh_proj"
-
-
-def quantise(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Float8 values and the scale of each block that gives `values` back.
-
-    A row of blocks at a time, so that a float32 copy of the whole matrix never exists.
-    """
-    num_rows, num_columns = values.shape
-    rows, columns = block
-    grid = (math.ceil(num_rows / rows), math.ceil(num_columns / columns))
-    quantised = np.empty(values.shape, ml_dtypes.float8_e4m3fn)
-    scales = np.empty(grid, np.float32)
-    padded = np.zeros((rows, grid[1] * columns), np.float32)
-    for row, scale in enumerate(scales):
-        strip = values[row * rows : (row + 1) * rows]
-        padded[: len(strip), :num_columns] = strip
-        padded[len(strip) :] = 0
-        largest = np.abs(padded.reshape(rows, grid[1], columns)).max(axis=(0, 2))
-        scale[...] = np.maximum(largest, MIN_BLOCK_MAX) / FP8_MAX
-        factor = np.repeat(scale, columns)[:num_columns]
-        quantised[row * rows : row * rows + len(strip)] = (
-            padded[: len(strip), :num_columns] / factor[None, :]
-        ).astype(ml_dtypes.float8_e4m3fn)
-    return quantised, scales
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `jaxmoe quantize`."""
     parser.add_argument("--model-path", required=True, metavar="M", help="a Hugging Face directory")
@@ -152,7 +119,7 @@ def _entries(tensors: list[StoredTensor]) -> dict[str, dict[str, Any]]:
     found: list[tuple[str, str, tuple[int, ...], int]] = []
     for tensor in tensors:
         if is_quantised(tensor.name):
-            grid = tuple(math.ceil(n / b) for n, b in zip(tensor.shape, FP8_BLOCK, strict=True))
+            grid = scale_shape(tensor.shape, FP8_BLOCK)
             found.append((tensor.name + SCALE_SUFFIX, "F32", grid, 4 * math.prod(grid)))
             found.append((tensor.name, FP8, tensor.shape, math.prod(tensor.shape)))
         else:

@@ -6,9 +6,12 @@
 
 Experts are stacked by logical expert and chunked one expert a chunk, so each rank reads its own. A
 checkpoint for each layer bounds what converting and filling replicas hold in memory to one layer.
+FP8 weights are stored as the model holds them, with their scales; `kv_b_proj`, which the model does
+not hold in FP8, is then stored dequantised in float32, so that nothing is rounded twice.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -23,15 +26,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxmoe.checkpoint.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, is_quantised
 from jaxmoe.checkpoint.hf import HfCheckpoint
 from jaxmoe.checkpoint.parameters import Parameter, build_model, list_parameters, place_array
 from jaxmoe.checkpoint.tensor_file import CheckpointError
 from jaxmoe.config import ModelConfig
+from jaxmoe.plan import QUANTIZATIONS, Quantization, resolve_quantization
 from jaxmoe.step import ShardedModel
 
 
 MARKER_FILE = "jaxmoe_checkpoint.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 had no FP8 weights
 MIN_CHUNK_BYTES = 1 << 20  # below it TensorStore warns, and rightly
 COPIED_FILES = (
     "generation_config.json",
@@ -47,20 +53,30 @@ COPIED_FILES = (
 )
 
 
-def convert(source_dir: Path | str, target_dir: Path | str) -> Path:
+def convert(
+    source_dir: Path | str, target_dir: Path | str, *, quantization: str | None = None
+) -> Path:
     """Make an Orbax model path of a Hugging Face one; returns it.
 
-    Weights keep their dtype, FP8 ones get that of the embedding. Everything is written beside the
+    Weights keep their dtype. `quantization` is a name of `resolve_quantization`: "none" gives FP8
+    weights the dtype of the embedding, "fp8" quantises others. Everything is written beside the
     target and renamed at the end, so a conversion that was interrupted leaves nothing that loads.
 
-    Raises ValueError when the target exists and is not empty, CheckpointError as `load_hf` does.
+    Raises ValueError when the target exists and is not empty, otherwise as `load_hf` does.
     """
     target_dir = Path(target_dir)
     if target_dir.exists() and (not target_dir.is_dir() or any(target_dir.iterdir())):
         raise ValueError(f"{target_dir} exists and is not empty: converting never overwrites")
-    source = HfCheckpoint.open(source_dir)
-    num_experts = source.config.n_routed_experts
-    parameters = list_parameters(source.config, num_experts, source.dtype)
+    config = ModelConfig.load(source_dir)
+    source = HfCheckpoint.open(source_dir, resolve_quantization(quantization, config))
+    parameters = [
+        dataclasses.replace(parameter, dtype=np.dtype(np.float32))
+        if source.quantization and is_quantised(parameter.name) and parameter.dtype != FP8_DTYPE
+        else parameter
+        for parameter in list_parameters(
+            config, config.n_routed_experts, source.dtype, source.quantization
+        )
+    ]
     source.check(parameters)
     target_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -69,7 +85,7 @@ def convert(source_dir: Path | str, target_dir: Path | str) -> Path:
         staged = Path(scratch) / "model"
         staged.mkdir()
         _write_weights(source, parameters, staged / "weights")
-        _write_config(source.model_dir, staged)
+        _write_config(source, staged)
         for name in COPIED_FILES:
             if (source.model_dir / name).is_file():
                 shutil.copyfile(source.model_dir / name, staged / name)
@@ -85,9 +101,15 @@ def is_orbax(model_dir: Path) -> bool:
 
 
 def load_orbax(
-    model_dir: Path | str, mesh: Mesh, *, dtype: DTypeLike, num_slots: int | None = None
+    model_dir: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    quantization: Quantization | None = None,
+    num_slots: int | None = None,
 ) -> ShardedModel:
-    """As `load_hf`, from a directory made by `convert`.
+    """As `load_hf`, from a directory made by `convert`, which must have stored FP8 weights for a
+    model in FP8 and others for one that is not; else ValueError.
 
     Without redundant slots each rank restores exactly its own experts. With them a layer's experts
     pass through host memory, one layer at a time, to fill the replicas.
@@ -95,6 +117,12 @@ def load_orbax(
     model_dir = Path(model_dir)
     _check_marker(model_dir)
     config = ModelConfig.load(model_dir)
+    if (stored := resolve_quantization(None, config)) != quantization:
+        held, wanted = (how.value if how else "none" for how in (stored, quantization))
+        raise ValueError(
+            f"{model_dir} holds weights of --quantization {held}, not {wanted}: convert its source "
+            f"with --quantization {wanted}"
+        )
 
     def load(parameters: Sequence[Parameter], slots: np.ndarray) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
@@ -104,7 +132,9 @@ def load_orbax(
                 arrays |= _restore_part(checkpointer, path, members, config, mesh, slots)
         return arrays
 
-    return build_model(config, mesh, dtype=dtype, num_slots=num_slots, load=load)
+    return build_model(
+        config, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots, load=load
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,11 +143,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="the directory to make; absent or empty"
     )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="fp8: store FP8 weights, others are quantised; none: dequantise FP8 weights; default: "
+        "store what the checkpoint has",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`jaxmoe convert`."""
-    print(convert(args.model_path, args.output))
+    print(convert(args.model_path, args.output, quantization=args.quantization))
     return 0
 
 
@@ -154,10 +190,12 @@ def _write_weights(
             checkpointer.save((weights_dir / part).absolute(), arrays, save_args=save_args)
 
 
-def _write_config(source_dir: Path, target_dir: Path) -> None:
-    raw = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    # The weights are no longer quantised.
-    raw.pop("quantization_config", None)
+def _write_config(source: HfCheckpoint, target_dir: Path) -> None:
+    raw = json.loads((source.model_dir / "config.json").read_text(encoding="utf-8"))
+    if source.quantization is None:
+        raw.pop("quantization_config", None)
+    else:
+        raw.setdefault("quantization_config", QUANTIZATION_CONFIG)
     (target_dir / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
 
 
@@ -217,8 +255,11 @@ def _check_marker(model_dir: Path) -> None:
         version = json.loads(path.read_text(encoding="utf-8"))["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} does not name a format_version") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: expected format_version {FORMAT_VERSION}, found {version}")
+    if version not in READABLE_VERSIONS:
+        raise CheckpointError(
+            f"{path}: expected format_version {' or '.join(map(str, READABLE_VERSIONS))}, found "
+            f"{version}"
+        )
 
 
 def _check_part(

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxmoe.checkpoint.hf import SCALE_SUFFIX, stored_shapes
-from jaxmoe.checkpoint.quantize import QUANTIZATION_CONFIG, is_quantised, quantise
+from jaxmoe.checkpoint.fp8 import QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantised, quantise
+from jaxmoe.checkpoint.hf import stored_shapes
 from jaxmoe.checkpoint.tensor_file import DTYPES, INDEX_FILE, SINGLE_FILE
 from jaxmoe.config import ModelConfig
 
@@ -99,6 +99,30 @@ RANDOM_CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "fp8-small": {
+        **_V3,
+        "vocab_size": 512,
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "max_position_embeddings": 1024,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
     "v2-small": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -144,7 +168,7 @@ RANDOM_CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
-"""Small configurations by name, as contents of a `config.json`."""
+"""Small configurations by name, as contents of a `config.json`; "fp8-small" can also run in FP8."""
 
 
 def write_random_checkpoint(

@@ -43,6 +43,7 @@ def evaluate(
     num_redundant_experts: int | None = None,
     deepep_mode: str = "auto",
     dtype: str = "auto",
+    quantization: str | None = None,
     batch_size: int = 32,
     max_new_tokens: int = 128,
     expert_load: bool = False,
@@ -65,6 +66,7 @@ def evaluate(
         "ep_size": ep_size is not None,
         "num_redundant_experts": num_redundant_experts is not None,
         "deepep_mode": deepep_mode != "auto",
+        "quantization": quantization is not None,
         "expert_load": expert_load,
     }
     for_model = {
@@ -96,6 +98,7 @@ def evaluate(
                 num_redundant_experts=num_redundant_experts,
                 deepep_mode=deepep_mode,
                 dtype=dtype,
+                quantization=quantization,
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
             )

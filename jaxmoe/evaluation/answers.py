@@ -57,6 +57,7 @@ class EngineAnswerer:
         num_redundant_experts: int | None,
         deepep_mode: str,
         dtype: str,
+        quantization: str | None,
         batch_size: int,
         max_new_tokens: int,
     ):
@@ -65,14 +66,17 @@ class EngineAnswerer:
             model_path,
             ep_size=ep_size,
             dtype=dtype,
+            quantization=quantization,
             num_redundant_experts=num_redundant_experts,
             batch_size=batch_size,
             deepep_mode=deepep_mode,
         )
         self.model = self._engine.model
         self.tokenizer = Tokenizer.load(model_path)  # raises where the engine goes without one
+        how = self.model.quantization
         self.settings: Mapping[str, Any] = {
             "dtype": jnp.dtype(self.model.dtype).name,
+            "quantization": None if how is None else how.value,
             "ep_size": self.model.mesh.size,
             "num_redundant_experts": self.model.num_slots - self._engine.config.n_routed_experts,
             "deepep_mode": deepep_mode,

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxmoe.evaluation import BACKENDS, evaluate
-from jaxmoe.plan import DEEPEP_MODES, DTYPES
+from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
 from jaxmoe.reference.torch_deepseek import ReferenceUnavailableError
 from jaxmoe.tasks import EVALUATION_SETS
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep-num-redundant-experts", type=int, metavar="N", help="extra expert slots")
     add("--deepep-mode", choices=DEEPEP_MODES, default="auto", help="(%(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU, else the model's")
+    add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add(
         "--batch-size",
         type=int,
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             num_redundant_experts=args.ep_num_redundant_experts,
             deepep_mode=args.deepep_mode,
             dtype=args.dtype,
+            quantization=args.quantization,
             batch_size=args.batch_size,
             max_new_tokens=args.max_new_tokens,
             expert_load=args.expert_load,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from custom_calls.grouped_gemm import row_alignment
 from jaxmoe import kv_cache
 from jaxmoe.batch import empty_prefill
 from jaxmoe.plan import DispatchMode, ExecutionPlan
@@ -139,6 +140,7 @@ def measure_expert_load(
         ep_size=model.mesh.size,
         slots_per_rank=model.slots_per_rank,
         dispatch_mode=DispatchMode.NORMAL,
+        row_alignment=row_alignment(),
     )
     steps = Steps(model, prefill=plan, decode=plan)
     # One shape for all, so that one program is compiled.

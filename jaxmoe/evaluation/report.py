@@ -32,6 +32,7 @@ class Settings:
     batch_size: int
     base_url: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
     ep_size: int | None = None
     deepep_mode: str | None = None
     num_redundant_experts: int | None = None
@@ -213,7 +214,13 @@ class Report:
 
     def format_table(self) -> str:
         settings = self.settings
-        described = (settings.base_url, settings.model, settings.dtype, settings.device)
+        described = (
+            settings.base_url,
+            settings.model,
+            settings.quantization,
+            settings.dtype,
+            settings.device,
+        )
         ranks = [] if settings.ep_size is None else [f"EP {settings.ep_size}"]
         lines = [
             ", ".join([settings.backend, *filter(None, described), *ranks]),

@@ -5,6 +5,7 @@ name (experts excepted, which are stored by physical slot).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxmoe.model.mlp import MLP
 from jaxmoe.model.norm import RMSNorm
 from jaxmoe.model.rope import rotation
 from jaxmoe.moe.layer import MoE
-from jaxmoe.plan import ExecutionPlan
+from jaxmoe.plan import ExecutionPlan, Quantization
 
 
 @jax.tree_util.register_dataclass
@@ -36,27 +37,46 @@ class Activations:
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, layer_idx: int, *, num_slots: int, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        *,
+        num_slots: int,
+        dtype: DTypeLike,
+        quantization: Quantization | None,
+    ):
+        how: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
+
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
         self.input_layernorm = norm()
-        self.self_attn = MultiHeadLatentAttention(config, dtype=dtype)
+        self.self_attn = MultiHeadLatentAttention(config, **how)
         self.post_attention_layernorm = norm()
         moe_idx = layer_idx - config.first_k_dense_replace
         if moe_idx < 0:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, **how)
         else:
-            self.mlp = MoE(config, layer_idx=moe_idx, num_slots=num_slots, dtype=dtype)
+            self.mlp = MoE(config, layer_idx=moe_idx, num_slots=num_slots, **how)
 
 
 class DeepseekModel(nnx.Module):
-    def __init__(self, config: ModelConfig, *, num_slots: int, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        dtype: DTypeLike,
+        quantization: Quantization | None,
+    ):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, idx, num_slots=num_slots, dtype=dtype)
+                DecoderLayer(
+                    config, idx, num_slots=num_slots, dtype=dtype, quantization=quantization
+                )
                 for idx in range(config.num_hidden_layers)
             ]
         )
@@ -94,10 +114,23 @@ class DeepseekModel(nnx.Module):
 
 
 class DeepseekForCausalLM(nnx.Module):
-    """`num_slots` is the number of physical experts over all ranks."""
+    """`num_slots` is the number of physical experts over all ranks.
 
-    def __init__(self, config: ModelConfig, *, num_slots: int, dtype: DTypeLike):
-        self.model = DeepseekModel(config, num_slots=num_slots, dtype=dtype)
+    With a `quantization`, the projections of attention (but `kv_b_proj`), MLPs and experts have it;
+    embedding, head, norms and routers never do.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int,
+        dtype: DTypeLike,
+        quantization: Quantization | None = None,
+    ):
+        self.model = DeepseekModel(
+            config, num_slots=num_slots, dtype=dtype, quantization=quantization
+        )
         self.lm_head = (
             None
             if config.tie_word_embeddings

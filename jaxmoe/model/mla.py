@@ -3,7 +3,12 @@
 Two forms of the same function, chosen by the type of the batch: prefill expands the cached latents
 into keys and values, decode absorbs the expansion into the query and the output and attends to the
 latents themselves.
+
+Quantised, `kv_b_proj` is the exception: it is not multiplied with tokens but split into each head's
+expansion, so FP8 checkpoints' is dequantised while loading, to the dtype of the activations.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +24,31 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.linear import Linear
 from jaxmoe.model.norm import RMSNorm
 from jaxmoe.model.rope import Rotation, apply_rope
+from jaxmoe.plan import Quantization
 
 
 LATENT_NORM_EPS = 1e-6  # DeepSeek's own modelling code ignores rms_norm_eps in these two norms.
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
+    def __init__(
+        self, config: ModelConfig, *, dtype: DTypeLike, quantization: Quantization | None = None
+    ):
         self.config = config
+        linear = partial(Linear, dtype=dtype, quantization=quantization)
         hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
         if config.q_lora_rank is None:
-            self.q_proj = Linear(hidden, heads * config.qk_head_dim, dtype=dtype)
+            self.q_proj = linear(hidden, heads * config.qk_head_dim)
         else:
             rank = config.q_lora_rank
-            self.q_a_proj = Linear(hidden, rank, bias=bias, dtype=dtype)
+            self.q_a_proj = linear(hidden, rank, bias=bias)
             self.q_a_layernorm = RMSNorm(rank, eps=LATENT_NORM_EPS, dtype=dtype)
-            self.q_b_proj = Linear(rank, heads * config.qk_head_dim, dtype=dtype)
-        self.kv_a_proj_with_mqa = Linear(hidden, config.latent_dim, bias=bias, dtype=dtype)
+            self.q_b_proj = linear(rank, heads * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = linear(hidden, config.latent_dim, bias=bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS, dtype=dtype)
         kv_dim = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = Linear(config.kv_lora_rank, heads * kv_dim, dtype=dtype)
-        self.o_proj = Linear(heads * config.v_head_dim, hidden, bias=bias, dtype=dtype)
+        self.o_proj = linear(heads * config.v_head_dim, hidden, bias=bias)
 
     def __call__(
         self,
@@ -49,29 +58,30 @@ class MultiHeadLatentAttention(nnx.Module):
         rotation: Rotation,
     ) -> tuple[Float[Array, "T H"], Float[Array, "pages page_size latent"]]:
         """The attention output and the layer's pool with the new tokens' latents in it."""
-        q_nope, q_rope = self._queries(x, rotation)
-        pages = kv_cache.write(pages, self._latents(x, rotation), batch.slots)
+        rows = self.kv_a_proj_with_mqa.prepare(x)
+        q_nope, q_rope = self._queries(rows, rotation)
+        pages = kv_cache.write(pages, self._latents(rows, rotation), batch.slots)
         if isinstance(batch, PrefillBatch):
             values = self._attend_expanded(q_nope, q_rope, pages, batch)
         else:
             values = self._attend_absorbed(q_nope, q_rope, pages, batch)
         return self.o_proj(values.reshape(values.shape[0], -1)), pages
 
-    def _queries(self, x, rotation):
+    def _queries(self, rows, rotation):
         config = self.config
         with jax.named_scope("queries"):
             if config.q_lora_rank is None:
-                q = self.q_proj(x)
+                q = self.q_proj(rows)
             else:
-                q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-            q = q.reshape(x.shape[0], config.num_attention_heads, config.qk_head_dim)
+                q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows)))
+            q = q.reshape(q.shape[0], config.num_attention_heads, config.qk_head_dim)
             q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
             return q_nope, apply_rope(q_rope, rotation)
 
-    def _latents(self, x, rotation) -> Float[Array, "T latent"]:
+    def _latents(self, rows, rotation) -> Float[Array, "T latent"]:
         with jax.named_scope("latents"):
             latent, k_rope = jnp.split(
-                self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1
+                self.kv_a_proj_with_mqa(rows), [self.config.kv_lora_rank], axis=-1
             )
             return jnp.concatenate(
                 (self.kv_a_layernorm(latent), apply_rope(k_rope, rotation)), axis=-1

@@ -58,7 +58,10 @@ class NormalDispatcher:
 
     def dispatch_finish(self, in_flight: ep.NormalInFlight) -> DispatchOutput[ContiguousTokens]:
         tokens, handle = ep.normal_dispatch_finish(
-            in_flight, slots_per_rank=self.plan.slots_per_rank, permute=self.plan.permute
+            in_flight,
+            slots_per_rank=self.plan.slots_per_rank,
+            alignment=self.plan.row_alignment,
+            permute=self.plan.permute,
         )
         return DispatchOutput(tokens, handle)
 
@@ -73,7 +76,7 @@ class NormalDispatcher:
 
 @dataclasses.dataclass(frozen=True)
 class LowLatencyDispatcher:
-    """A fixed slab [e, D * T, H], masked layout: for few tokens."""
+    """A fixed slab [e, C, H], C at least D * T, masked layout: for few tokens."""
 
     plan: ExecutionPlan
 
@@ -88,7 +91,9 @@ class LowLatencyDispatcher:
         )
 
     def dispatch_finish(self, in_flight: ep.LowLatencyInFlight) -> DispatchOutput[MaskedTokens]:
-        tokens, handle = ep.low_latency_dispatch_finish(in_flight, permute=self.plan.permute)
+        tokens, handle = ep.low_latency_dispatch_finish(
+            in_flight, alignment=self.plan.row_alignment, permute=self.plan.permute
+        )
         return DispatchOutput(tokens, handle)
 
     def combine_start(self, y: MaskedTokens, handle: ep.LowLatencyHandle) -> Array:

@@ -3,6 +3,8 @@
 Its steps are methods of their own, named as overlap schedules name them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,17 +18,26 @@ from jaxmoe.model.mlp import MLP
 from jaxmoe.moe.dispatcher import Dispatcher, make_dispatcher
 from jaxmoe.moe.experts import Experts
 from jaxmoe.moe.router import Router, Routing
-from jaxmoe.plan import ExecutionPlan
+from jaxmoe.plan import ExecutionPlan, Quantization
 
 
 class MoE(nnx.Module):
-    def __init__(self, config: ModelConfig, *, layer_idx: int, num_slots: int, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_idx: int,
+        num_slots: int,
+        dtype: DTypeLike,
+        quantization: Quantization | None = None,
+    ):
         self.layer_idx = layer_idx
         """Among the MoE layers: the row of `ExpertPlacement` that is this layer's."""
         width = config.moe_intermediate_size
+        how: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
         self.gate = Router(config)
-        self.experts = Experts(config, num_slots, dtype=dtype)
-        self.shared_experts = MLP(config.hidden_size, config.n_shared_experts * width, dtype=dtype)
+        self.experts = Experts(config, num_slots, **how)
+        self.shared_experts = MLP(config.hidden_size, config.n_shared_experts * width, **how)
 
     def __call__(
         self,
@@ -77,7 +88,12 @@ class MoE(nnx.Module):
             in_flight = dispatcher.dispatch_start(x, routing)
             arrived = dispatcher.dispatch_finish(in_flight)
         with jax.named_scope("experts"):
-            y = self.experts(arrived.tokens, implementation=plan.grouped_gemm)
+            y = self.experts(
+                arrived.tokens,
+                expected_rows=plan.expected_rows(*routing.topk_idx.shape),
+                gemm_implementation=plan.grouped_gemm,
+                quantize_implementation=plan.quantize,
+            )
         with jax.named_scope("combine"):
             in_flight = dispatcher.combine_start(y, arrived.handle)
             return dispatcher.combine_finish(in_flight, arrived.handle)

@@ -29,6 +29,7 @@ def generate(
     ignore_eos: bool = False,
     ep_size: int | None = None,
     dtype: str = "auto",
+    quantization: str | None = None,
     batch_size: int = 32,
     deepep_mode: str = "auto",
 ) -> list[Generation]:
@@ -53,6 +54,7 @@ def generate(
         EMBEDDED_MODEL if model_path is None else model_path,
         ep_size=ep_size,
         dtype=dtype,
+        quantization=quantization,
         batch_size=batch_size,
         deepep_mode=deepep_mode,
     )

@@ -16,7 +16,7 @@ from jaxmoe.offline.engine import OfflineEngine
 from jaxmoe.offline.journal import JOURNAL_SUFFIX, Journal, open_journal
 from jaxmoe.offline.options import Generation, GenerationOptions, PromptRequest
 from jaxmoe.offline.pipeline import LineParser, PromptFile, Rejected, batches
-from jaxmoe.plan import DEEPEP_MODES, DTYPES
+from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
 
 
 EXIT_OK, EXIT_SOME_REJECTED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep-num-redundant-experts", type=int, metavar="N", help="extra expert slots")
     add("--deepep-mode", choices=DEEPEP_MODES, default="auto", help="(%(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU, else the model's")
+    add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--batch-size", type=int, default=32, metavar="N", help="over all devices (%(default)s)")
     add(
         "--chunk-tokens",
@@ -101,6 +102,7 @@ def _generate(args: argparse.Namespace, options: GenerationOptions, model_path: 
         "model": str(model_path.resolve()),
         "model_sha256": _model_fingerprint(model_path),
         "dtype": args.dtype,
+        "quantization": args.quantization,
         **dataclasses.asdict(options),
     }
     with open_journal(output_path, made_from, overwrite=args.overwrite) as journal:
@@ -111,6 +113,7 @@ def _generate(args: argparse.Namespace, options: GenerationOptions, model_path: 
             model_path,
             ep_size=args.ep_size,
             dtype=args.dtype,
+            quantization=args.quantization,
             num_redundant_experts=args.ep_num_redundant_experts,
             batch_size=args.batch_size,
             chunk_tokens=args.chunk_tokens,

@@ -22,7 +22,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
 from jaxmoe.offline.decode import NO_TOKEN, DecodeLoop, DecodeStart, empty_start
 from jaxmoe.offline.options import Generation, GenerationOptions, PromptRequest, make_request
-from jaxmoe.plan import make_plans, resolve_dtype
+from jaxmoe.plan import make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.sampling import SamplingBatch
 from jaxmoe.step import ShardedModel, Steps
 from jaxmoe.tokenizer import Tokenizer
@@ -134,6 +134,7 @@ class OfflineEngine:
         *,
         ep_size: int | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
         num_redundant_experts: int | None = None,
         batch_size: int = 32,
         chunk_tokens: int | None = None,
@@ -141,13 +142,19 @@ class OfflineEngine:
     ) -> "OfflineEngine":
         """Load a model directory, its experts spread over `ep_size` devices (None: all).
 
+        `dtype` and `quantization` are names of `resolve_dtype` and `resolve_quantization`.
+
         Raises ValueError or FileNotFoundError when the directory or a setting is not usable.
         """
         config = ModelConfig.load(model_path)
         mesh = sharding.make_mesh(len(jax.devices()) if ep_size is None else ep_size)
         num_slots = num_expert_slots(config.n_routed_experts, mesh.size, num_redundant_experts)
         model = load_model(
-            model_path, mesh, dtype=resolve_dtype(dtype, config), num_slots=num_slots
+            model_path,
+            mesh,
+            dtype=resolve_dtype(dtype, config),
+            quantization=resolve_quantization(quantization, config),
+            num_slots=num_slots,
         )
         return cls(
             model,

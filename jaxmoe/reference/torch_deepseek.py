@@ -15,6 +15,7 @@ from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.hf import HfCheckpoint, is_mtp, stored_shapes
 from jaxmoe.checkpoint.tensor_file import has_tensors
 from jaxmoe.config import ModelConfig
+from jaxmoe.plan import Quantization
 from jaxmoe.reference.trace import Trace
 
 
@@ -22,10 +23,13 @@ class ReferenceUnavailableError(ImportError):
     """torch or transformers is not installed."""
 
 
-def load_reference(model_dir: Path | str, *, dtype: DTypeLike) -> Any:
+def load_reference(
+    model_dir: Path | str, *, dtype: DTypeLike, quantization: Quantization | None = None
+) -> Any:
     """The transformers model of a Hugging Face directory, in `dtype` (routers in float32).
 
     FP8 weights are dequantised as `load_hf` does it, because transformers needs a GPU for them.
+    With a `quantization` others are quantised and dequantised again. Activations never are.
 
     Raises ReferenceUnavailableError, and CheckpointError when transformers finds tensors missing
     or left over.
@@ -50,12 +54,13 @@ def load_reference(model_dir: Path | str, *, dtype: DTypeLike) -> Any:
         output_loading_info=True,
     )
     transformers.utils.logging.disable_progress_bar()
-    if config.weight_block_size is None:
+    if config.weight_block_size is None and quantization is None:
         model, info = kind.from_pretrained(model_dir, local_files_only=True, **options)
     else:
         hf_config = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        del hf_config.quantization_config
-        state = _dequantised_state(torch, model_dir)
+        if hasattr(hf_config, "quantization_config"):
+            del hf_config.quantization_config
+        state = _dequantised_state(torch, model_dir, quantization)
         model, info = kind.from_pretrained(None, config=hf_config, state_dict=state, **options)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = [n for n in sorted(map(str, info.get(problem, ()))) if not is_mtp(n, config)]
@@ -118,8 +123,10 @@ def _trace(model: Any, prompt: list[int], max_new_tokens: int) -> Trace:
     )
 
 
-def _dequantised_state(torch: Any, model_dir: Path) -> dict[str, Any]:
-    source = HfCheckpoint.open(model_dir)
+def _dequantised_state(
+    torch: Any, model_dir: Path, quantization: Quantization | None
+) -> dict[str, Any]:
+    source = HfCheckpoint.open(model_dir, quantization)
     return {
         name: torch.from_numpy(source.read(name, np.dtype(np.float32)))
         for name in stored_shapes(source.config)

@@ -1,5 +1,7 @@
 """Dispatch and combine: what arrives, in which layout, and that it comes back."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,33 +52,35 @@ def make_case(num_ranks: int, num_tokens: int, slots_per_rank: int, top_k: int, 
     return x, idx, weights
 
 
-def normal_round_trip(slots_per_rank, permute, scale_by_expert):
+def normal_round_trip(slots_per_rank, permute, scale_by_expert, alignment=1):
     def run(x, idx, weights):
         in_flight = ep.normal_dispatch_start(
             x, idx, weights, axis_name="ep", slots_per_rank=slots_per_rank, permute=permute
         )
         tokens, handle = ep.normal_dispatch_finish(
-            in_flight, slots_per_rank=slots_per_rank, permute=permute
+            in_flight, slots_per_rank=slots_per_rank, alignment=alignment, permute=permute
         )
         if scale_by_expert:
             first = jax.lax.axis_index("ep") * slots_per_rank
-            group = jnp.searchsorted(
-                jnp.cumsum(tokens.group_sizes), jnp.arange(tokens.x.shape[0]), side="right"
-            )
+            row = jnp.arange(tokens.x.shape[0], dtype=jnp.int32)
+            group = jnp.searchsorted(tokens.group_starts, row, side="right") - 1
             factor = 1 + (first + group).astype(jnp.float32)
-            tokens = type(tokens)(x=tokens.x * factor[:, None], group_sizes=tokens.group_sizes)
+            tokens = dataclasses.replace(tokens, x=tokens.x * factor[:, None])
         back = ep.normal_combine_start(tokens, handle, axis_name="ep", permute=permute)
         return ep.normal_combine_finish(back, handle, permute=permute), tokens.group_sizes
 
     return run
 
 
-def low_latency_round_trip(slots_per_rank, permute, scale_by_expert):
+def low_latency_round_trip(slots_per_rank, permute, scale_by_expert, alignment=1):
     def run(x, idx, weights):
         in_flight = ep.low_latency_dispatch_start(
             x, idx, weights, axis_name="ep", slots_per_rank=slots_per_rank, permute=permute
         )
-        tokens, handle = ep.low_latency_dispatch_finish(in_flight, permute=permute)
+        tokens, handle = ep.low_latency_dispatch_finish(
+            in_flight, alignment=alignment, permute=permute
+        )
+        assert tokens.x.shape[1] % alignment == 0
         if scale_by_expert:
             first = jax.lax.axis_index("ep") * slots_per_rank
             factor = 1 + (first + jnp.arange(slots_per_rank)).astype(jnp.float32)
@@ -109,11 +113,12 @@ def test_identity_experts_give_the_tokens_back(
 
 
 @pytest.mark.parametrize("permute", PERMUTES)
+@pytest.mark.parametrize("alignment", [1, 16, 128])
 @pytest.mark.parametrize("mode", ROUND_TRIPS)
-def test_every_copy_meets_its_own_expert(mode, permute):
+def test_every_copy_meets_its_own_expert(mode, alignment, permute):
     """Expert p multiplies by p + 1, so the result tells which experts a token met."""
     x, idx, weights = make_case(4, 9, 3, 5, "uneven")
-    run = ROUND_TRIPS[mode](3, permute, scale_by_expert=True)
+    run = ROUND_TRIPS[mode](3, permute, scale_by_expert=True, alignment=alignment)
     y, _ = on_ranks(4, run, x, idx, weights)
     factor = (weights * (idx + 1)).sum(-1, keepdims=True)
     np.testing.assert_allclose(y, x * factor, rtol=1e-5, atol=1e-5)

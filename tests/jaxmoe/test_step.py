@@ -1,14 +1,16 @@
 """The compiled step: what it contains, and that it updates the cache where it is."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxmoe import batch, kv_cache, sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
-from jaxmoe.plan import DispatchMode, ExecutionPlan, make_plans, resolve_dtype
+from jaxmoe.plan import DispatchMode, ExecutionPlan, Quantization, make_plans, resolve_dtype
 from jaxmoe.step import Steps
 
 
@@ -16,22 +18,37 @@ NUM_PAGES, PAGE_SIZE = 64, 16
 COLLECTIVES = r"all-to-all|all-reduce|all-gather|collective-permute|reduce-scatter"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("step") / "model"
-    write_random_checkpoint(directory, RANDOM_CONFIGS["tiny"], seed=0, dtype="float32")
-    return load_model(directory, sharding.make_mesh(2), dtype=jnp.float32)
+def make_model(tmp_path_factory, name, quantization=None):
+    directory = tmp_path_factory.mktemp("step") / name
+    write_random_checkpoint(directory, RANDOM_CONFIGS[name], seed=0, dtype="float32")
+    mesh = sharding.make_mesh(2)
+    return load_model(directory, mesh, dtype=jnp.float32, quantization=quantization)
 
 
-@pytest.fixture(scope="module")
-def steps(model):
-    prefill, decode = make_plans(
+def make_steps(model, **changes):
+    plans = make_plans(
         "auto",
         ep_size=2,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=128,
     )
+    prefill, decode = (dataclasses.replace(plan, **changes) for plan in plans)
     return Steps(model, prefill=prefill, decode=decode)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory, "tiny")
+
+
+@pytest.fixture(scope="module")
+def fp8_model(tmp_path_factory):
+    return make_model(tmp_path_factory, "fp8-small", Quantization.FP8)
+
+
+@pytest.fixture(scope="module")
+def steps(model):
+    return make_steps(model)
 
 
 def compiled(model, steps, arrays):
@@ -49,6 +66,40 @@ def test_the_only_collective_is_all_to_all(model, steps, arrays):
     program, _ = compiled(model, steps, arrays)
     assert set(re.findall(COLLECTIVES, program.as_text())) == {"all-to-all"}
     assert "jaxmoe_cpu_grouped_gemm" in program.as_text()
+
+
+@pytest.mark.parametrize(
+    "arrays", [batch.empty_prefill(2, 8, 8), batch.empty_decode(2, 4, 8)], ids=["prefill", "decode"]
+)
+def test_fp8_adds_no_collective_and_keeps_its_weights(fp8_model, arrays):
+    text = compiled(fp8_model, make_steps(fp8_model), arrays)[0].as_text()
+    assert set(re.findall(COLLECTIVES, text)) == {"all-to-all"}
+    assert re.search(r"f8e4m3fn\[8,256,192\]\S* parameter", text)
+
+
+@pytest.mark.parametrize("name", ["model", "fp8_model"])
+def test_row_alignment_changes_no_number(name, request):
+    model = request.getfixturevalue(name)
+    arrays = batch.empty_prefill(2, 8, 1)
+    arrays.token_ids[:] = np.arange(16).reshape(2, 8)
+    arrays.positions[:] = np.arange(8)
+    arrays.slots[:] = PAGE_SIZE + np.arange(8)
+    arrays.page_ids[:], arrays.num_pages[:], arrays.request[:] = 1, 1, 0
+    arrays.page_request[:] = 0
+    one = batch.empty_decode(2, 1, 1)
+    one.token_ids[:], one.positions[:], one.slots[:], one.page_table[:] = 3, 8, PAGE_SIZE + 8, 1
+    found = []
+    for alignment in (1, 128):
+        steps = make_steps(model, row_alignment=alignment)
+        cache = kv_cache.allocate(
+            model.config, model.mesh, num_pages=2, page_size=PAGE_SIZE, dtype=jnp.float32
+        )
+        prefilled, cache = steps.forward(cache, arrays)
+        decoded, _ = steps.forward(cache, one)
+        found.append((np.asarray(prefilled), np.asarray(decoded)))
+    assert np.isfinite(found[0][0]).all() and np.abs(found[0][0]).max() > 0.1
+    for unaligned, aligned in zip(*found, strict=True):
+        np.testing.assert_array_equal(aligned, unaligned)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmoe import sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, CheckpointError, load_hf, load_model
-from jaxmoe.checkpoint.hf import dequantise
-from jaxmoe.checkpoint.synthetic import quantise, write_random_checkpoint
+from jaxmoe.checkpoint.fp8 import dequantise, quantise
+from jaxmoe.checkpoint.synthetic import write_random_checkpoint
 from jaxmoe.checkpoint.tensor_file import find_tensors, read_header
 from jaxmoe.step import path_names
 
@@ -140,7 +140,7 @@ def test_dequantise(shape, block):
 
 
 @pytest.mark.parametrize("ep_size", [1, 8])
-def test_fp8_checkpoint(checkpoint_of, ep_size):
+def test_fp8_checkpoint_dequantised(checkpoint_of, ep_size):
     model_dir = checkpoint_of("v3-small", fp8=True)
     plain = stored(checkpoint_of("v3-small"))
     arrays = by_name(load_hf(model_dir, sharding.make_mesh(ep_size), dtype=jnp.float32))
@@ -340,16 +340,19 @@ jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 from jaxmoe import sharding
 from jaxmoe.checkpoint import load_model
+from jaxmoe.config import ModelConfig
+from jaxmoe.plan import resolve_quantization
 
 def kilobytes(field):
     with open("/proc/self/status") as status:
         return int(re.search(field + r":\\s+(\\d+) kB", status.read())[1])
 
-warm_up, path, dtype = sys.argv[1:]
+warm_up, path, dtype, quantization = sys.argv[1:]
 mesh = sharding.make_mesh(4)
 load_model(warm_up, mesh, dtype=np.dtype("float32"))
 before = kilobytes("VmRSS")
-model = load_model(path, mesh, dtype=jax.numpy.dtype(dtype))
+quantization = resolve_quantization(quantization, ModelConfig.load(path))
+model = load_model(path, mesh, dtype=jax.numpy.dtype(dtype), quantization=quantization)
 jax.block_until_ready(model.params)
 leaves = jax.tree.leaves(model.params)
 held = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
@@ -358,16 +361,24 @@ print(held, 1024 * (kilobytes("VmHWM") - before))
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize(("fp8", "dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_host_memory_is_one_model(checkpoint_of, tmp_path, fp8, dtype):
+@pytest.mark.parametrize(
+    ("fp8", "dtype", "quantization", "num_layers"),
+    [
+        (False, "float32", "none", 8),
+        (True, "bfloat16", "none", 14),
+        (True, "bfloat16", "fp8", 22),
+        (False, "bfloat16", "fp8", 22),
+    ],
+)
+def test_host_memory_is_one_model(checkpoint_of, tmp_path, fp8, dtype, quantization, num_layers):
     config = RANDOM_CONFIGS["v3-small"] | {
         "hidden_size": 512,
-        "moe_intermediate_size": 320,
-        "num_hidden_layers": 8 if dtype == "float32" else 14,
+        "moe_intermediate_size": 320 if quantization == "none" else 384,
+        "num_hidden_layers": num_layers,
     }
     path = write_random_checkpoint(tmp_path / "large", config, seed=0, dtype="bfloat16", fp8=fp8)
     output = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(checkpoint_of("tiny")), str(path), dtype],
+        [sys.executable, "-c", MEASURE, str(checkpoint_of("tiny")), str(path), dtype, quantization],
         check=True,
         capture_output=True,
         text=True,

@@ -13,7 +13,8 @@ import pytest
 from jaxmoe import sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, CheckpointError, load_hf, write_random_checkpoint
 from jaxmoe.checkpoint import quantize as quantizing
-from jaxmoe.checkpoint.quantize import is_quantised, quantise, quantize
+from jaxmoe.checkpoint.fp8 import is_quantised, quantise
+from jaxmoe.checkpoint.quantize import quantize
 from jaxmoe.checkpoint.tensor_file import INDEX_FILE, SINGLE_FILE, find_tensors
 from jaxmoe.config import ModelConfig
 

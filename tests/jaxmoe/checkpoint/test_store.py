@@ -64,13 +64,14 @@ def test_float32_stays_float32(checkpoint_of, converted, assert_same_model):
     )
 
 
-def test_fp8_is_dequantised(checkpoint_of, converted, assert_same_model):
-    path = converted("v3-small", fp8=True)
+def test_fp8_is_dequantised_when_asked_for(checkpoint_of, tmp_path, assert_same_model):
+    source = checkpoint_of("v3-small", fp8=True)
+    path = convert(source, tmp_path / "converted", quantization="none")
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
     mesh = sharding.make_mesh(2)
     assert_same_model(
         load_model(path, mesh, dtype=jnp.bfloat16, num_slots=18),
-        load_hf(checkpoint_of("v3-small", fp8=True), mesh, dtype=jnp.bfloat16, num_slots=18),
+        load_hf(source, mesh, dtype=jnp.bfloat16, num_slots=18),
     )
 
 

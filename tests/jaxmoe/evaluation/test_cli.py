@@ -33,6 +33,18 @@ def test_the_embedded_model(run, tmp_path):
     assert [item["id"] for item in written["items"]] == [f"new_seeds/{i}" for i in range(4)]
 
 
+def test_fp8_is_compared_with_a_baseline(run, tmp_path):
+    plain, output = tmp_path / "plain.json", tmp_path / "fp8.json"
+    arguments = ("--set", "new_seeds", "--limit", "4", "--max-new-tokens", "8", "--ep-size", "1")
+    assert run(*arguments, "--output", plain)[0] == 0
+    fp8 = ("--quantization", "fp8", "--baseline", plain, "--output", output)
+    status, out, _ = run(*arguments, *fp8)
+    assert status == 0
+    assert "jax, embedded, fp8, float32" in out and "against baseline" in out
+    settings = [json.loads(path.read_text())["settings"] for path in (plain, output)]
+    assert [found["quantization"] for found in settings] == [None, "fp8"]
+
+
 @pytest.mark.usefixtures("shared_engines")
 def test_a_baseline_is_compared_with_item_by_item(run, model_dir, tmp_path):
     output = tmp_path / "out.json"
@@ -64,6 +76,8 @@ def test_a_baseline_is_compared_with_item_by_item(run, model_dir, tmp_path):
         (("--max-new-tokens", "0"), ValueError, "max_new_tokens must be"),
         (("--max-new-tokens", "1024"), ValueError, "must not exceed the model's 1024 positions"),
         (("--backend", "torch", "--ep-size", "2"), ValueError, "ep_size cannot be chosen for"),
+        (("--backend", "torch", "--quantization", "fp8"), ValueError, "quantization cannot be"),
+        (("--quantization", "fp8"), ValueError, "moe_intermediate_size must be a multiple of 128"),
     ],
 )
 def test_a_wrong_argument_is_an_error_in_words(run, model_dir, arguments, error, message):

@@ -20,6 +20,7 @@ from jaxmoe.checkpoint import (
     write_random_checkpoint,
 )
 from jaxmoe.config import ModelConfig
+from jaxmoe.plan import Quantization
 from jaxmoe.reference import compare as comparing
 from jaxmoe.reference.torch_deepseek import load_reference, trace_reference
 from jaxmoe.reference.trace import Trace
@@ -36,6 +37,7 @@ PROMPT_LENGTHS = (1, 3, 16, 17, 40, 64, 90, 128, 200)  # more than ranks, pages 
 MAX_NEW_TOKENS = 5
 F32 = comparing.DEFAULT_TOLERANCE["float32"]
 BF16 = comparing.DEFAULT_TOLERANCE["bfloat16"]
+FP8 = comparing.DEFAULT_TOLERANCE["fp8"]
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +49,8 @@ def reference(tmp_path_factory):
     torch.set_num_threads(1)
     made = {}
 
-    def get(name, *, dtype=jnp.float32, fp8=False):
-        key = (name, jnp.dtype(dtype).name, fp8)
+    def get(name, *, dtype=jnp.float32, fp8=False, quantization=None):
+        key = (name, jnp.dtype(dtype).name, fp8, quantization)
         if key not in made:
             source_dtype = "bfloat16" if fp8 else jnp.dtype(dtype).name
             model_dir = write_random_checkpoint(
@@ -59,9 +61,8 @@ def reference(tmp_path_factory):
                 fp8=fp8,
             )
             prompts = comparing.random_prompts(ModelConfig.load(model_dir), PROMPT_LENGTHS)
-            traces = trace_reference(
-                load_reference(model_dir, dtype=dtype), prompts, max_new_tokens=MAX_NEW_TOKENS
-            )
+            model = load_reference(model_dir, dtype=dtype, quantization=quantization)
+            traces = trace_reference(model, prompts, max_new_tokens=MAX_NEW_TOKENS)
             made[key] = model_dir, traces
         return made[key]
 
@@ -103,7 +104,7 @@ def test_float32_is_the_reference(reference, name, ep_size, mode, options):
         assert layer.router_agreement in (None, 1.0)
 
 
-def test_fp8_checkpoint(reference):
+def test_fp8_checkpoint_dequantised(reference):
     comparison = run(reference, "v3-small", 4, "auto", fp8=True)
     assert comparison.passed(F32), comparison.format_table()
 
@@ -115,9 +116,30 @@ def test_bfloat16_is_within_its_tolerance(reference):
     assert comparison.token_agreement > 0.7
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["quantised while loading", "fp8 directory"])
+def test_fp8_is_within_its_tolerance(reference, fp8):
+    """Weights are the same on both sides, so what differs is the rounding of activations."""
+    model_dir, traces = reference("fp8-small", fp8=fp8, quantization=Quantization.FP8)
+    mesh = sharding.make_mesh(4)
+    model = load_model(model_dir, mesh, dtype=jnp.float32, quantization=Quantization.FP8)
+    comparison = comparing.compare_model(model, traces)
+    assert comparison.arithmetic == "fp8"
+    assert comparison.passed(FP8), comparison.format_table()
+    assert comparison.difference == comparison.relative_logits > 1e-2
+    assert comparison.layers[0].relative < 0.05
+    agreements = [layer.router_agreement for layer in comparison.layers[1:]]
+    assert 0.8 < min(agreements) < 1
+    swapped = jax.tree.map(lambda x: x, model.params)
+    swap_experts(swapped)
+    damaged = comparing.compare_model(dataclasses.replace(model, params=swapped), traces)
+    assert not damaged.passed(FP8), damaged.format_table()
+
+
 def swap_experts(params):
     experts = params["model"]["layers"][1]["mlp"]["experts"]
-    experts["down_proj"][...] = experts["down_proj"][...][::-1]
+    for name in experts:
+        if name.startswith("down_proj"):
+            experts[name][...] = experts[name][...][::-1]
 
 
 def drop_correction_bias(params):
@@ -158,6 +180,7 @@ def compare_fakes(monkeypatch, found, expected):
         mesh=argparse.Namespace(size=1),
         slots_per_rank=2,
         dtype=jnp.float32,
+        quantization=None,
         config=argparse.Namespace(first_k_dense_replace=1),
     )
     monkeypatch.setattr(comparing, "Steps", lambda *args, **kwargs: None)
@@ -234,6 +257,8 @@ def test_command_refuses(reference, tmp_path):
         run_command("--random-config", "tiny", "--chunk-size", "0")
     with pytest.raises(ValueError, match="max_new_tokens"):
         run_command("--random-config", "tiny", "--max-new-tokens", "0")
+    with pytest.raises(ValueError, match="moe_intermediate_size must be a multiple of 128"):
+        run_command("--random-config", "tiny", "--quantization", "fp8")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         run_command("--model-path", str(tmp_path))
     model_dir, _ = reference("tiny")

@@ -1,0 +1,58 @@
+"""The embedded model in FP8: the same tokens from any directory, on any number of ranks."""
+
+import pytest
+
+from jaxmoe.assets import EMBEDDED_MODEL
+from jaxmoe.checkpoint.quantize import quantize
+from jaxmoe.offline import GenerationOptions, OfflineEngine
+from jaxmoe.plan import Quantization
+from jaxmoe.tasks import evaluation_set
+
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = GenerationOptions(max_new_tokens=32)
+QUESTIONS = [item.question for item in evaluation_set("new_seeds")[:12]]
+
+
+def answers(model_path, **options):
+    engine = OfflineEngine.load(model_path, batch_size=16, **options)
+    prompts = [
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        for question in QUESTIONS
+    ]
+    return engine.model, engine.generate(prompts, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    return quantize(EMBEDDED_MODEL, tmp_path_factory.mktemp("fp8") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    model, generations = answers(EMBEDDED_MODEL, ep_size=1, quantization="fp8")
+    assert model.quantization is Quantization.FP8
+    return generations
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep_size": 1},
+        {"ep_size": 8, "deepep_mode": "normal"},
+        {"ep_size": 8, "deepep_mode": "low_latency"},
+        {"ep_size": 2, "num_redundant_experts": 4},
+    ],
+    ids=str,
+)
+def test_a_quantised_directory_runs_in_fp8(quantised, expected, options):
+    model, generations = answers(quantised, **options)
+    assert model.quantization is Quantization.FP8
+    assert generations == expected
+
+
+def test_dequantised_it_is_another_model(quantised, expected):
+    model, generations = answers(quantised, ep_size=1, quantization="none")
+    assert model.quantization is None
+    assert generations != expected
