@@ -4,7 +4,7 @@ A kernel walks over tiles of block_m rows by block_n columns. For every 128 of t
 brings `(block_m + block_n) * 128` bytes from L2 to shared memory (half of one side when two blocks
 share it, multicast) while the tensor cores work on what came before; whichever takes longer sets
 the pace. Tiles are dealt to the SMs in waves, and the last wave costs as much as a full one. The
-constants are fitted to times measured on an H200 (`benchmarks/grouped_gemm.py --tiles`).
+constants are fitted to times measured on an H200 (`benchmarks/deep_gemm_tiles.py`).
 """
 
 import dataclasses
@@ -116,21 +116,25 @@ def cost(problem: Problem, tile: Tile) -> float:
         # Only few places where a weight scale can change within a tile are compiled in.
         if SCALE_BLOCK // math.gcd(SCALE_BLOCK, tile.block_n) > 4:
             compute *= UNKNOWN_BOUNDARY
+    sharing = 1.0
     if tile.multicast == 2:
         rows, columns = (rows / 2, columns) if tile.shares_rows else (rows, columns / 2)
+        sharing = SHARED_ROWS if tile.shares_rows else SHARED_COLUMNS
     width = SCALE_BLOCK if problem.is_fp8 else 2 * SCALE_BLOCK
     load = (rows + columns) * width / L2_BYTES
     steps = math.ceil(problem.depth / SCALE_BLOCK)
-    return waves * (steps * max(compute, load) + TILE_START)
+    return waves * (steps * max(compute, load) * sharing + TILE_START)
 
 
 FP8_PRODUCTS = 32.0  # rows x columns x 128 multiplied in a cycle, over 128
 BF16_PRODUCTS = 16.0
-PROMOTION = 0.5
-PROMOTION_START = 40.0
-UNKNOWN_BOUNDARY = 1.4
-L2_BYTES = 48.0  # from L2 to one SM in a cycle
-TILE_START = 1200.0
+PROMOTION = 0.36
+PROMOTION_START = 100.0
+UNKNOWN_BOUNDARY = 1.27
+SHARED_ROWS = 1.03  # two blocks wait for each other
+SHARED_COLUMNS = 1.0
+L2_BYTES = 47.0  # from L2 to one SM in a cycle
+TILE_START = 80.0
 
 
 def _fits_registers(problem: Problem, block_m: int, block_n: int) -> bool:
