@@ -134,6 +134,11 @@ class Steps:
         run = self._forward[self._plan(batch), False]
         return run(self.model.params, cache, batch, self.model.placement)
 
+    def trace_forward(self, cache: KVCache, batch: Batch) -> None:
+        """Trace `forward` without running it: it then asks for the kernels that it will launch."""
+        run = self._forward[self._plan(batch), False]
+        run.trace(self.model.params, cache, batch, self.model.placement)
+
     def forward_with_activations(
         self, cache: KVCache, batch: Batch
     ) -> tuple[Float[Array, "D T H"], KVCache, Activations]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from custom_calls import deep_gemm
 from jaxmoe import batch as batches
 from jaxmoe import kv_cache, sampling
 from jaxmoe.plan import ExecutionPlan
@@ -116,7 +117,13 @@ class Engine:
         )
 
     def warmup(self, progress: Callable[[str, int, int], None] = lambda what, i, n: None) -> None:
-        """Compile every shape; `progress(what, i, n)` is called before each of the n programs."""
+        """Compile every shape; `progress(what, i, n)` is called before each of the n programs.
+
+        Kernels that the programs launch are compiled before, side by side.
+        """
+        with deep_gemm.compiling_together(progress=True):
+            for _, arrays in self._batches():
+                self._steps.trace_forward(self._cache, arrays)
         programs = list(self._programs())
         for i, (what, run) in enumerate(programs):
             progress(what, i, len(programs))
@@ -229,6 +236,16 @@ class Engine:
             for row, request in enumerate(of_rank)
         }
 
+    def _batches(self) -> Iterator[tuple[str, batches.Batch]]:
+        """A batch of every shape that is stepped."""
+        limits, ranks = self.limits, self.num_ranks
+        for size in limits.prefill_sizes:
+            empty = batches.empty_prefill(ranks, size, limits.chunk_pages)
+            yield f"prefill of {size} tokens", empty
+        for size in limits.decode_sizes:
+            empty = batches.empty_decode(ranks, size, limits.pages_per_sequence)
+            yield f"decode of {size} requests", empty
+
     def _programs(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Every program `run` can need, as (what it is, a call that compiles it).
 
@@ -251,17 +268,16 @@ class Engine:
         def score(size: int) -> object:
             return self._steps.score(hidden[0], np.full((ranks, size), -1, np.int32))
 
-        for size in limits.prefill_sizes:
-            arrays = batches.empty_prefill(ranks, size, limits.chunk_pages)
-            yield f"prefill of {size} tokens", partial(forward, arrays)
-            yield f"scores of {size} tokens", partial(score, size)
-            yield "first tokens", partial(sample, limits.max_running, False)
-            yield "first tokens with bias", partial(sample, limits.max_running, True)
-        for size in limits.decode_sizes:
-            arrays = batches.empty_decode(ranks, size, limits.pages_per_sequence)
-            yield f"decode of {size} requests", partial(forward, arrays)
-            yield "next tokens", partial(sample, size, False)
-            yield "next tokens with bias", partial(sample, size, True)
+        for what, arrays in self._batches():
+            yield what, partial(forward, arrays)
+            size = arrays.token_ids.shape[1]
+            if isinstance(arrays, batches.PrefillBatch):
+                yield f"scores of {size} tokens", partial(score, size)
+                yield "first tokens", partial(sample, limits.max_running, False)
+                yield "first tokens with bias", partial(sample, limits.max_running, True)
+            else:
+                yield "next tokens", partial(sample, size, False)
+                yield "next tokens with bias", partial(sample, size, True)
 
 
 def _fitting(count: int, sizes: tuple[int, ...]) -> int:
