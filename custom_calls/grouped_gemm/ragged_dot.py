@@ -1,8 +1,7 @@
 """`grouped_gemm` by XLA's own products, on any platform. FP8 is not here: "reference" widens it.
 
 What XLA makes of `jax.lax.ragged_dot` on a GPU depends on flags: every row times every group's
-weights by default, cuDNN's grouped product with `--xla_gpu_experimental_use_ragged_dot_fusion`,
-a Triton kernel with the option `jax_ragged_dot_use_gpu_pallas_triton_lowering` of JAX.
+weights by default, cuDNN's grouped product with `--xla_gpu_experimental_use_ragged_dot_fusion`.
 """
 
 import jax

@@ -246,6 +246,22 @@ def test_launches_are_counted(layout, kind):
     assert deep_gemm.host_nanoseconds() > nanoseconds
 
 
+def test_command_buffers_replay_without_calls():
+    if (reason := deep_gemm.missing()) is not None:
+        pytest.skip(reason)
+    case = _masked("fp8")
+    sets = [make_inputs(case, seed) for seed in range(12)]
+    op = operation(case, "deep_gemm")
+    run = jax.jit(lambda sets: [op(*each) for each in sets])
+    before = deep_gemm.launches()
+    for _ in range(4):
+        results = jax.block_until_ready(run(sets))
+    after = deep_gemm.launches()
+    assert after["captured"] > before["captured"]
+    for each, y in zip(sets, results, strict=True):
+        _check(case, each, y)
+
+
 def test_what_cannot_run_raises():
     sizes = jnp.array([128, 3], jnp.int32)
     x, weights = jnp.ones((256, 128), jnp.bfloat16), jnp.ones((2, 64, 128), jnp.bfloat16)
