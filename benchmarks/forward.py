@@ -316,9 +316,6 @@ def measure(
         return jax.block_until_ready(hidden)
 
     with_kernels = deep_gemm.missing() is None
-    if with_kernels:
-        with deep_gemm.compiling_together():
-            steps.trace_forward(state["cache"], arrays)
     before = deep_gemm.launches() if with_kernels else {}
     step()
     launches = {

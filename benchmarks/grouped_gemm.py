@@ -717,10 +717,10 @@ def compile_kernels(args: argparse.Namespace, cases: list[Case], failures: dict[
 
         if (reason := deep_gemm.missing()) is not None:
             raise RuntimeError(reason)
-        with deep_gemm.compiling_together(progress=True):
-            for case in cases:
-                shapes = jax.eval_shape(functools.partial(make_inputs, case, 0))
-                jax.eval_shape(operation(case, "deep_gemm"), *shapes)
+        for case in cases:
+            shapes = jax.eval_shape(functools.partial(make_inputs, case, 0))
+            jax.eval_shape(operation(case, "deep_gemm"), *shapes)
+        deep_gemm.wait(progress=True)
     except Exception as error:
         failures["deep_gemm"] = describe(error)
 

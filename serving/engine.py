@@ -121,9 +121,9 @@ class Engine:
 
         Kernels that the programs launch are compiled before, side by side.
         """
-        with deep_gemm.compiling_together(progress=True):
-            for _, arrays in self._batches():
-                self._steps.trace_forward(self._cache, arrays)
+        for _, arrays in self._batches():
+            self._steps.trace_forward(self._cache, arrays)
+        deep_gemm.wait(progress=True)
         programs = list(self._programs())
         for i, (what, run) in enumerate(programs):
             progress(what, i, len(programs))

@@ -13,8 +13,11 @@ namespace nb = ::nanobind;
 
 nb::dict Registrations() {
   nb::dict targets;
-  auto add = [&](const char* name, XLA_FFI_Handler* handler) {
-    targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+  auto add = [&](const char* name, XLA_FFI_Handler* execute) {
+    nb::dict stages;
+    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(kDeepGemmInstantiate));
+    stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+    targets[name] = stages;
   };
   add("jaxmoe_cuda_deep_gemm_fp8", kDeepGemmFp8);
   add("jaxmoe_cuda_deep_gemm_bf16", kDeepGemmBf16);
@@ -56,6 +59,8 @@ NB_MODULE(_cuda, m) {
         nb::arg("depth"), nb::arg("block_m"), nb::arg("block_n"), nb::arg("swizzle_d"),
         nb::arg("num_threads"), nb::arg("shared_bytes"), nb::arg("cluster_size"),
         nb::arg("num_sms"));
+  m.def("announce_deep_gemm_kernel", &AnnounceDeepGemmKernel, nb::arg("id"));
+  m.def("fail_deep_gemm_kernel", &FailDeepGemmKernel, nb::arg("id"), nb::arg("error"));
   m.def("deep_gemm_launches", &DeepGemmLaunches);
   m.def("deep_gemm_host_nanoseconds", &DeepGemmHostNanoseconds);
 }

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -26,10 +27,17 @@ struct Loaded {
   std::vector<CUfunction> functions;  // by device ordinal
 };
 
-// Entries are never removed, so a pointer to one stays valid.
+// What is known of a kernel: nothing yet, that it is loaded, or why it never will be. Entries are
+// never removed, so a pointer to one stays valid.
+struct Entry {
+  std::unique_ptr<Loaded> loaded;
+  std::string error;
+};
+
 struct Registry {
   std::shared_mutex mutex;
-  std::unordered_map<int64_t, std::unique_ptr<Loaded>> kernels;
+  std::condition_variable_any changed;
+  std::unordered_map<int64_t, Entry> kernels;
 };
 
 Registry& GetRegistry() {
@@ -91,6 +99,24 @@ std::string Dims(int64_t a, int64_t b, int64_t c) {
   return "[" + std::to_string(a) + ", " + std::to_string(b) + ", " + std::to_string(c) + "]";
 }
 
+Error Unknown(int64_t id) {
+  return Error(ffi::ErrorCode::kFailedPrecondition,
+               "this process has no DeepGEMM kernel " + std::to_string(id) +
+                   ": kernels are compiled when a program is traced, in each process");
+}
+
+// When an executable is made, not when it runs.
+Error Instantiate(int64_t id) {
+  Registry& registry = GetRegistry();
+  std::shared_lock lock(registry.mutex);
+  auto found = registry.kernels.find(id);
+  if (found == registry.kernels.end()) return Unknown(id);
+  const Entry& entry = found->second;
+  registry.changed.wait(lock, [&] { return entry.loaded || !entry.error.empty(); });
+  if (!entry.loaded) return Error(ffi::ErrorCode::kFailedPrecondition, entry.error);
+  return Error::Success();
+}
+
 // The sizes of one call, checked against the kernel.
 struct Call {
   const CudaDriver* driver;
@@ -108,12 +134,8 @@ Error Prepare(int64_t id, int32_t device, const AnyBuffer& x, const AnyBuffer& w
     Registry& registry = GetRegistry();
     std::shared_lock lock(registry.mutex);
     auto found = registry.kernels.find(id);
-    if (found == registry.kernels.end()) {
-      return Error(ffi::ErrorCode::kFailedPrecondition,
-                   "this process has no DeepGEMM kernel " + std::to_string(id) +
-                       ": kernels are compiled when a program is traced, in each process");
-    }
-    call->loaded = found->second.get();
+    if (found == registry.kernels.end() || !found->second.loaded) return Unknown(id);
+    call->loaded = found->second.loaded.get();
   }
   const DeepGemmKernel& kernel = call->loaded->kernel;
   JAXMOE_REQUIRE(0 <= device && device < static_cast<int64_t>(call->loaded->functions.size()),
@@ -295,15 +317,30 @@ std::string RegisterDeepGemmKernel(int64_t id, const std::string& cubin,
   if (driver == nullptr) return error;
   Registry& registry = GetRegistry();
   std::unique_lock lock(registry.mutex);
-  if (registry.kernels.contains(id)) return "";
+  Entry& entry = registry.kernels[id];
+  if (entry.loaded) return "";
   auto loaded = std::make_unique<Loaded>();
   loaded->kernel = kernel;
   const char* failed = "";
   if (CUresult result = Load(driver, cubin, loaded.get(), &failed); result != CUDA_SUCCESS) {
     return CudaErrorText(*driver, failed, result);
   }
-  registry.kernels.emplace(id, std::move(loaded));
+  entry.loaded = std::move(loaded);
+  registry.changed.notify_all();
   return "";
+}
+
+void AnnounceDeepGemmKernel(int64_t id) {
+  Registry& registry = GetRegistry();
+  std::unique_lock lock(registry.mutex);
+  registry.kernels[id].error.clear();
+}
+
+void FailDeepGemmKernel(int64_t id, const std::string& error) {
+  Registry& registry = GetRegistry();
+  std::unique_lock lock(registry.mutex);
+  registry.kernels[id].error = error;
+  registry.changed.notify_all();
 }
 
 std::map<std::string, int64_t> DeepGemmLaunches() {
@@ -315,6 +352,8 @@ std::map<std::string, int64_t> DeepGemmLaunches() {
 
 int64_t DeepGemmHostNanoseconds() { return host_nanoseconds; }
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepGemmInstantiate, Instantiate,
+                              Ffi::BindInstantiate().Attr<int64_t>("kernel"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepGemmFp8, Fp8,
                               Ffi::Bind()
                                   .Ctx<PlatformStream<CUstream>>()

@@ -1,8 +1,9 @@
 // DeepGEMM's kernels (github.com/deepseek-ai/DeepGEMM) launched on XLA's stream.
 //
-// A kernel is compiled elsewhere and registered here once, which loads it on every device; a handler
-// finds it by its id, makes the TMA descriptors of its operands and launches. Nothing is allocated,
-// nothing waits, and calls are recorded by command buffers.
+// A kernel is announced when a program that needs it is traced, compiled elsewhere meanwhile, and
+// registered here, which loads it on every device. Making the program's executable (the handlers'
+// instantiate stage) waits for it. A call then finds it by its id, makes the TMA descriptors of its
+// operands and launches: nothing is allocated, nothing waits, and command buffers record it.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,12 @@ struct DeepGemmKernel {
   int64_t num_threads, shared_bytes, cluster_size, num_sms;
 };
 
+// Programs that need this kernel wait until it is registered or has failed.
+void AnnounceDeepGemmKernel(int64_t id);
 // Loads the cubin on all devices; registering an id again does nothing. Returns an error or "".
 std::string RegisterDeepGemmKernel(int64_t id, const std::string& cubin, const DeepGemmKernel& kernel);
+// Programs that need this kernel are refused with this text, until it is announced again.
+void FailDeepGemmKernel(int64_t id, const std::string& error);
 
 // Handler calls since the process started, by kind and layout ("fp8_masked"); "captured" are those
 // of them that recorded a command buffer, which then replays without a call.
@@ -34,6 +39,7 @@ std::map<std::string, int64_t> DeepGemmLaunches();
 // Host time spent in these calls.
 int64_t DeepGemmHostNanoseconds();
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(kDeepGemmInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(kDeepGemmFp8);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(kDeepGemmBf16);
 

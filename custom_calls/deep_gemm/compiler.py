@@ -6,7 +6,6 @@ need the same kernel at once both compile it, and either result is good.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 
 import jax
@@ -119,50 +118,51 @@ def compile_kernel(kernel: Kernel) -> bytes:
     return data
 
 
-class Batch:
-    """Kernels that are compiled side by side once all are known."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[int, Kernel] = {}
-
-
-_batches: list[Batch] = []
+_kernels: dict[int, concurrent.futures.Future[None]] = {}
+_lock = threading.Lock()
 
 
 def request(kernel: Kernel) -> None:
-    """Have a kernel ready before the program that launches it runs."""
-    if _batches:
-        _batches[-1].kernels.setdefault(kernel.id, kernel)
-    else:
-        _load(kernel)
+    """Have a kernel compiled and loaded in the background.
 
-
-@contextlib.contextmanager
-def compiling_together(*, progress: bool = False) -> Iterator[None]:
-    """Compile all kernels of the programs traced inside at its end, side by side.
-
-    Programs must not run before that. With `progress` a line on stderr counts them.
+    Compiling a program that launches it waits for it, so the kernels of a program are compiled
+    side by side once it is traced. One that failed is tried again.
     """
-    _batches.append(Batch())
-    try:
-        yield
-    except BaseException:
-        _batches.pop()
-        raise
-    kernels = list(_batches.pop().kernels.values())
-    if not kernels:
-        return
-    with (
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
-        tqdm(total=len(kernels), desc="DeepGEMM kernels", disable=not progress) as bar,
-    ):
-        for done in concurrent.futures.as_completed(pool.submit(_load, k) for k in kernels):
-            done.result()
+    from custom_calls.deep_gemm import library
+
+    with _lock:
+        known = _kernels.get(kernel.id)
+        if known is None or (known.done() and known.exception() is not None):
+            library.announce(kernel)
+            _kernels[kernel.id] = _pool().submit(_load, kernel)
+
+
+def wait(*, progress: bool = False) -> None:
+    """Return when all requested kernels are loaded; with `progress` a line on stderr counts them.
+
+    Raises the error of one that failed, after all have ended.
+    """
+    with _lock:
+        pending = [kernel for kernel in _kernels.values() if not kernel.done()]
+    with tqdm(
+        total=len(pending), desc="DeepGEMM kernels", disable=not (progress and pending)
+    ) as bar:
+        for _ in concurrent.futures.as_completed(pending):
             bar.update()
+    for kernel in pending:
+        kernel.result()
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="deep_gemm")
 
 
 def _load(kernel: Kernel) -> None:
     from custom_calls.deep_gemm import library
 
-    if not library.is_registered(kernel):
+    try:
         library.register(kernel, compile_kernel(kernel))
+    except BaseException as error:
+        library.fail(kernel, str(error))
+        raise

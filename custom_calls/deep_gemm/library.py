@@ -52,11 +52,11 @@ def check(num_out: int, depth: int, *, is_fp8: bool, dtype: jnp.dtype) -> None:
         )
 
 
-_registered: set[int] = set()
+def announce(kernel: Kernel) -> None:
+    """Programs that need the kernel wait for `register` or `fail` when they are compiled."""
+    from custom_calls import _cuda
 
-
-def is_registered(kernel: Kernel) -> bool:
-    return kernel.id in _registered
+    _cuda.announce_deep_gemm_kernel(kernel.id)
 
 
 def register(kernel: Kernel, cubin: bytes) -> None:
@@ -64,7 +64,13 @@ def register(kernel: Kernel, cubin: bytes) -> None:
     from custom_calls import _cuda
 
     _cuda.register_deep_gemm_kernel(kernel.id, cubin, is_fp8=kernel.problem.is_fp8, **kernel.launch)
-    _registered.add(kernel.id)
+
+
+def fail(kernel: Kernel, error: str) -> None:
+    """Programs that need the kernel fail with this text."""
+    from custom_calls import _cuda
+
+    _cuda.fail_deep_gemm_kernel(kernel.id, error)
 
 
 def call(kernel: Kernel, shape: tuple[int, ...], *operands: Array) -> Array:

@@ -3,7 +3,9 @@
 import concurrent.futures
 import dataclasses
 import stat
+import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -194,28 +196,65 @@ def test_without_compiler_the_reason_is_raised(monkeypatch):
         compiler.compile_kernel(KERNEL)
 
 
-def test_requests_inside_are_compiled_together_at_the_end(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(compiler, "_load", loaded.append)
-    other = Kernel(KERNEL.problem, Tile(64, 32, 4))
-    with compiler.compiling_together():
-        for each in (KERNEL, other, KERNEL):
-            compiler.request(each)
-        assert not loaded
-    assert sorted(each.id for each in loaded) == sorted((KERNEL.id, other.id))
-    compiler.request(KERNEL)
-    assert len(loaded) == 3
+@pytest.fixture
+def library_calls(monkeypatch):
+    """The kernels that were `loaded`, and the texts of those that `failed`."""
+    calls = types.SimpleNamespace(loaded=[], failed=[])
+    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(library, "announce", lambda kernel: None)
+    monkeypatch.setattr(library, "register", lambda kernel, cubin: calls.loaded.append(kernel))
+    monkeypatch.setattr(library, "fail", lambda kernel, error: calls.failed.append(error))
+    return calls
 
 
-def test_what_fails_inside_compiles_nothing(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(compiler, "_load", loaded.append)
-    with pytest.raises(ZeroDivisionError), compiler.compiling_together():
-        compiler.request(KERNEL)
-        raise ZeroDivisionError
-    assert not loaded
+def test_requested_kernels_are_compiled_once_side_by_side(toolchain, library_calls):
+    others = [Kernel(KERNEL.problem, Tile(64, 16 * n, 4)) for n in range(1, 4)]
+    for each in (KERNEL, *others, KERNEL):
+        compiler.request(each)
+    compiler.wait()
+    assert sorted(each.id for each in library_calls.loaded) == sorted(
+        each.id for each in (KERNEL, *others)
+    )
     compiler.request(KERNEL)
-    assert loaded == [KERNEL]
+    compiler.wait()
+    assert toolchain.runs() == len(library_calls.loaded) == 4
+
+
+def test_a_kernel_that_failed_is_tried_again(toolchain, library_calls):
+    toolchain("no such tile")
+    compiler.request(KERNEL)
+    with pytest.raises(compiler.CompileError, match="no such tile"):
+        compiler.wait()
+    assert "no such tile" in library_calls.failed[0]
+    toolchain()
+    compiler.request(KERNEL)
+    compiler.wait()
+    assert library_calls.loaded == [KERNEL]
+
+
+def test_making_an_executable_waits_for_its_kernels():
+    """The stage does not depend on the platform: here on the CPU, where no kernel can be loaded."""
+    cuda = pytest.importorskip("custom_calls._cuda")
+    target = "jaxmoe_test_deep_gemm"
+    stages = cuda.registrations()["jaxmoe_cuda_deep_gemm_bf16"]
+    jax.ffi.register_ffi_target(target, stages, platform="cpu")
+
+    def compile_program(kernel: int):
+        result = jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)
+        x, sizes = jnp.ones((2, 8), jnp.bfloat16), jnp.ones(1, jnp.int32)
+        program = jax.jit(lambda x: jax.ffi.ffi_call(target, result)(x, x, sizes, kernel=kernel))
+        return program.lower(x).compile()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="this process has no DeepGEMM kernel 17"):
+        compile_program(17)
+    cuda.announce_deep_gemm_kernel(18)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        program = pool.submit(compile_program, 18)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            program.result(timeout=1)
+        cuda.fail_deep_gemm_kernel(18, "no such tile")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no such tile"):
+            program.result(timeout=60)
 
 
 @pytest.mark.parametrize(
