@@ -5,7 +5,7 @@
 The weights are drawn on the device, `--layers` decoder layers of which the first is dense. A
 prefill step takes `--requests` prompts of `--prompt` tokens; a decode step adds a token to each of
 `--batch` requests with a context of as many. Times are medians of steps one after the other, each
-waiting for the last. Before, two small steps are compared with the same steps by the plain-JAX
+waiting for the last. Then two small steps are compared with the same steps by the plain-JAX
 implementations of the experts, permutation and quantisation, and with each other: decoding a token
 and prefilling it must agree. Compilations are counted while timing.
 """
@@ -125,17 +125,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=max(args.batch, 128),
     )
-    document |= check(model, plans)
     prefill, decode = plans
     steps = Steps(model, prefill=prefill, decode=decode)
     prompts = prefill_batch(args.requests, args.prompt)
     document["prefill"] = measure(model, steps, prompts, args.requests * args.prompt, args)
     tokens = decode_batch(args.batch, args.prompt)
     document["decode"] = measure(model, steps, tokens, args.batch, args)
-    text = json.dumps(rounded(document), indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    write(document, args.output)  # the comparison needs more memory
+    document |= check(model, plans)
+    write(document, args.output)
+    print(json.dumps(rounded(document), indent=1))
     return 0
 
 
@@ -340,6 +339,11 @@ def timed(step: Callable[[], Any]) -> float:
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
+
+
+def write(document: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(rounded(document), indent=1) + "\n", encoding="utf-8")
 
 
 def commit() -> str | None:

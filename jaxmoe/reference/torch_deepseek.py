@@ -19,8 +19,11 @@ from jaxmoe.plan import Quantization
 from jaxmoe.reference.trace import Trace
 
 
+FIRST_TRANSFORMERS = (5, 24)
+
+
 class ReferenceUnavailableError(ImportError):
-    """torch or transformers is not installed."""
+    """torch or transformers is not installed, or transformers is too old."""
 
 
 def load_reference(
@@ -142,4 +145,12 @@ def import_torch() -> tuple[Any, Any]:
             f"the PyTorch reference needs torch and transformers ({error}): "
             "pip install 'jaxmoe[test]'"
         ) from error
+    found = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if found < FIRST_TRANSFORMERS:
+        # Older ones record other hidden states of decoded tokens.
+        first = ".".join(map(str, FIRST_TRANSFORMERS))
+        raise ReferenceUnavailableError(
+            f"the PyTorch reference needs transformers >= {first}, found "
+            f"{transformers.__version__}: pip install 'jaxmoe[test]'"
+        )
     return torch, transformers

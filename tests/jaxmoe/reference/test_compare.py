@@ -22,7 +22,12 @@ from jaxmoe.checkpoint import (
 from jaxmoe.config import ModelConfig
 from jaxmoe.plan import Quantization
 from jaxmoe.reference import compare as comparing
-from jaxmoe.reference.torch_deepseek import load_reference, trace_reference
+from jaxmoe.reference.torch_deepseek import (
+    ReferenceUnavailableError,
+    import_torch,
+    load_reference,
+    trace_reference,
+)
 from jaxmoe.reference.trace import Trace
 
 
@@ -293,3 +298,11 @@ def test_importing_needs_no_torch():
 def test_impossible_prompts(prompts, message):
     with pytest.raises(ValueError, match=message):
         comparing.check_prompts(ModelConfig.from_hf(RANDOM_CONFIGS["tiny"]), prompts, 3)
+
+
+def test_an_old_transformers_is_refused(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(ReferenceUnavailableError, match=r"transformers >= 5\.24, found 5\.17\.0"):
+        import_torch()
