@@ -90,7 +90,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     first = common.make_inputs(case, 0)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
-    num_sets = min(common.MAX_SETS, max(2, -(-int(4 * common.L2_BYTES) // size)))
+    num_sets = common.choose_num_sets(case, size)
     sets = [first, *(common.make_inputs(case, seed) for seed in range(1, num_sets))]
     runs: dict[Tile, common.Run] = {}
     rows, problem = [], problem_of(case)

@@ -3,7 +3,8 @@
     python benchmarks/grouped_gemm.py --output grouped_gemm.json --deep-gemm-package DIR
 
 Random data with fixed seeds, the same for all. A program calls an op once on each of several sets
-of operands, together larger than the L2 cache; `us` is the slope of wall time over the number of
+of operands, together larger than the L2 cache and enough work to hide starting the program (of
+which the host would otherwise set the pace); `us` is the slope of wall time over the number of
 such programs in flight, so neither starting nor waiting counts: what a call costs inside a model.
 Implementations take turns, and the median of all turns is reported. "package" is the PyTorch API of
 sgl-deep-gemm in the same process on the same memory, replayed as a CUDA graph; "package_psum" is
@@ -56,7 +57,10 @@ from custom_calls.quantize import reference
 REPOSITORY = Path(__file__).resolve().parent.parent
 ALIGNMENT = 128
 L2_BYTES = 60e6
-MAX_SETS = 32
+MAX_SETS = 48
+MAX_SET_BYTES = 12e9
+PROGRAM_SECONDS = 6e-4
+TYPICAL_FLOPS, TYPICAL_BYTES = 1e15, 4e12
 NUM_CHECKED_ROWS = 16
 REFERENCE_FLOPS = 2.5e12  # float32 products beyond this take too long to be repeated
 XLA_VARIANTS = {
@@ -405,7 +409,7 @@ def measure_case(
 ) -> list[dict[str, Any]]:
     first = make_inputs(case, 0)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
-    num_sets = 2 if args.dry_run else min(MAX_SETS, max(2, math.ceil(4 * L2_BYTES / size)))
+    num_sets = 2 if args.dry_run else choose_num_sets(case, size)
     sets = [first, *(make_inputs(case, seed) for seed in range(1, num_sets))]
     jax.block_until_ready(sets)
 
@@ -441,6 +445,16 @@ def measure_case(
     return rows
 
 
+def choose_num_sets(case: Case, num_bytes: int) -> int:
+    """As many as the L2 cache does not hold, and work enough to hide starting a program.
+
+    A host starts a program in about 0.1 ms.
+    """
+    seconds = max(case.flops / TYPICAL_FLOPS, case.num_bytes / TYPICAL_BYTES)
+    wanted = max(2, 4 * L2_BYTES / num_bytes, PROGRAM_SECONDS / seconds)
+    return math.ceil(min(wanted, MAX_SETS, max(2, MAX_SET_BYTES / num_bytes)))
+
+
 def preparations(
     case: Case, package: Any, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[list[Any]], Run]]]:
@@ -465,7 +479,7 @@ def preparations(
 
 
 def prepare_jax(op: Callable[[Any, Any], jax.Array], sets: list[Any]) -> Run:
-    program = jax.jit(lambda sets: [op(*each) for each in sets]).lower(sets).compile()
+    program = jax.jit(lambda sets: [op(*each) for each in sets])
     last: list[Any] = [None]
 
     def start(times: int) -> None:

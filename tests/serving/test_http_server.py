@@ -609,8 +609,8 @@ def test_disconnect_ends_the_requests(running, loop, path, is_paused, is_streame
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + data)
         wait_for(lambda: len(loop.submitted) == 3)
+    wait_for(lambda: sorted(loop.aborted) == sorted(request.rid for request in loop.submitted))
     loop.wait_until_idle()
-    assert sorted(loop.aborted) == sorted(request.rid for request in loop.submitted)
 
 
 # The rest
