@@ -187,8 +187,10 @@ def test_implementations_agree_on_other_sizes(heads, rank, rope):
         w_value,
         **make_prefill(tokens, table.tolist(), 16),
     )
+    # Sums of terms as large as the largest result may cancel.
+    want = np.asarray(run(implementation="reference"))
     np.testing.assert_allclose(
-        run(implementation="cpu"), run(implementation="reference"), rtol=1e-3, atol=1e-4
+        run(implementation="cpu"), want, rtol=2e-5, atol=2e-5 * np.abs(want).max()
     )
 
 
