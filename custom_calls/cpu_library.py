@@ -27,9 +27,13 @@ def missing() -> str | None:
 
 
 def call(
-    target: str, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Array, **attributes: Any
+    target: str,
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    *operands: Array,
+    has_side_effect: bool = False,
+    **attributes: Any,
 ) -> tuple[Array, ...]:
-    """Calls a handler that is a pure function of its operands; usable inside `shard_map`."""
+    """Calls a handler; usable inside `shard_map`. Without side effect it is a pure function."""
     if (reason := missing()) is not None:
         raise RuntimeError(reason)
     axes = varying_axes(*operands)
@@ -37,5 +41,6 @@ def call(
         target,
         tuple(shape_like(result.shape, result.dtype, *operands) for result in results),
         vmap_method="sequential",
+        has_side_effect=has_side_effect,
     )(*(as_varying(operand, axes) for operand in operands), **attributes)
     return tuple(outputs)

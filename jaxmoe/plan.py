@@ -2,17 +2,22 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from custom_calls import ep
 from custom_calls.grouped_gemm import row_alignment
 from custom_calls.layouts import SCALE_BLOCK
+from custom_calls.runtime import EpSpec
 from jaxmoe.config import ModelConfig
 
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
+MOE_A2A_BACKENDS = tuple(ep.NORMAL)
 QUANTIZATIONS = ("none", "fp8")
 QUANTIZATION_HELP = (
     "fp8: weights and activations in 128-blocks, other weights are quantised while loading; none: "
@@ -46,6 +51,8 @@ class ExecutionPlan:
       dispatch_mode: see `DispatchMode`.
       max_dispatch_tokens_per_rank: tokens one dispatch moves at most from a rank; the MoE layer
         splits a larger batch into several dispatches. None: any number.
+      moe_a2a_backend: who moves tokens, a name in `custom_calls.ep`.
+      fp8_dispatch: tokens are quantised before they are sent, for FP8 experts.
       grouped_gemm, permute, quantize: implementation names of the experts' custom calls, None for
         the best available.
       row_alignment: experts' rows start, and slabs end, at a multiple of it: what `grouped_gemm`
@@ -56,6 +63,8 @@ class ExecutionPlan:
     slots_per_rank: int
     dispatch_mode: DispatchMode
     max_dispatch_tokens_per_rank: int | None = None
+    moe_a2a_backend: str = "reference"
+    fp8_dispatch: bool = False
     grouped_gemm: str | None = None
     permute: str | None = None
     quantize: str | None = None
@@ -66,6 +75,10 @@ class ExecutionPlan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.moe_a2a_backend not in MOE_A2A_BACKENDS:
+            raise ValueError(
+                f"moe_a2a_backend must be one of {MOE_A2A_BACKENDS}, got {self.moe_a2a_backend!r}"
+            )
 
     @property
     def num_physical_experts(self) -> int:
@@ -82,8 +95,10 @@ def make_plans(
     ep_size: int,
     slots_per_rank: int,
     max_dispatch_tokens_per_rank: int,
+    moe_a2a_backend: str = "reference",
+    quantization: Quantization | None = None,
 ) -> tuple[ExecutionPlan, ExecutionPlan]:
-    """The plans of prefill and of decode.
+    """The plans of prefill and of decode of a model with this quantisation.
 
     "auto" is normal dispatch in prefill and low-latency dispatch in decode; a mode's name is that
     mode in both. The token bound is low-latency dispatch's: its slab has room for every rank's
@@ -101,11 +116,39 @@ def make_plans(
             max_dispatch_tokens_per_rank=(
                 max_dispatch_tokens_per_rank if mode is DispatchMode.LOW_LATENCY else None
             ),
+            moe_a2a_backend=moe_a2a_backend,
+            # XLA's all-to-all moves what it is given; rows of bytes only cost it conversions.
+            fp8_dispatch=quantization is Quantization.FP8 and moe_a2a_backend != "reference",
             row_alignment=row_alignment(),
         )
         for mode in modes
     )
     return prefill, decode
+
+
+def ep_spec(
+    config: ModelConfig, plans: Sequence[ExecutionPlan], *, max_tokens: int, dtype: DTypeLike
+) -> EpSpec:
+    """What an expert-parallel group must be sized for to run these plans' steps, of at most
+    `max_tokens` tokens on a rank and with activations of this dtype."""
+
+    def most(mode: DispatchMode) -> int:
+        bounds = [
+            min(max_tokens, plan.max_dispatch_tokens_per_rank or max_tokens)
+            for plan in plans
+            if plan.dispatch_mode is mode
+        ]
+        return max(bounds, default=0)
+
+    return EpSpec(
+        max_ep_size=plans[0].ep_size,
+        slots_per_rank=plans[0].slots_per_rank,
+        hidden_size=config.hidden_size,
+        top_k=config.num_experts_per_tok,
+        normal_tokens=most(DispatchMode.NORMAL),
+        low_latency_tokens=most(DispatchMode.LOW_LATENCY),
+        itemsize=jnp.dtype(dtype).itemsize,
+    )
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> jnp.dtype:

@@ -6,6 +6,7 @@
 
 #include "handlers.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace jaxmoe {
 namespace {
@@ -106,24 +107,6 @@ Error RunMasked(ThreadPool pool, AnyBuffer x, Int32s<2> group_idx, Out<AnyBuffer
   return Error::Success();
 }
 
-float Widen(float value) { return value; }
-
-float Widen(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-void Narrow(float value, float* to) { *to = value; }
-
-void Narrow(float value, uint16_t* to) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const uint32_t nearest_even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  *to = static_cast<uint16_t>(value != value ? (bits >> 16) | 0x40 : nearest_even);
-}
-
 template <class T>
 void RunUnpermute(ThreadPool& pool, const AnyBuffer& rows, const Int32s<2>& row_of,
                   const Floats<2>& weights, AnyBuffer& out) {
@@ -137,21 +120,13 @@ void RunUnpermute(ThreadPool& pool, const AnyBuffer& rows, const Int32s<2>& row_
   const int64_t num_bytes = num_tokens * top_k * hidden * static_cast<int64_t>(sizeof(T));
   const int64_t block = num_bytes >= kMinParallelBytes ? 64 : std::max<int64_t>(1, num_tokens);
   ParallelFor(pool, (num_tokens + block - 1) / block, [=](int64_t i) {
-    constexpr int64_t kChunk = 1024;
-    float sum[kChunk];
     for (int64_t t = i * block; t < std::min(num_tokens, (i + 1) * block); ++t) {
-      for (int64_t h = 0; h < hidden; h += kChunk) {
-        const int64_t size = std::min(kChunk, hidden - h);
-        std::fill_n(sum, size, 0.0f);
-        for (int64_t k = 0; k < top_k; ++k) {
-          const int64_t source = row[t * top_k + k];
-          if (source < 0 || source >= max_rows) continue;
-          const T* values = from + source * hidden + h;
-          const float scale = weight[t * top_k + k];
-          for (int64_t j = 0; j < size; ++j) sum[j] += scale * Widen(values[j]);
-        }
-        for (int64_t j = 0; j < size; ++j) Narrow(sum[j], to + t * hidden + h + j);
-      }
+      const auto row_at = [&](int64_t k) -> const T* {
+        const int64_t source = row[t * top_k + k];
+        return source < 0 || source >= max_rows ? nullptr : from + source * hidden;
+      };
+      SumRows(top_k, hidden, row_at, [&](int64_t k) { return weight[t * top_k + k]; },
+              to + t * hidden);
     }
   });
 }

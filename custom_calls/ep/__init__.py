@@ -1,32 +1,12 @@
 """Expert-parallel dispatch and combine with DeepEP's semantics."""
 
-from custom_calls.ep.reference import (
-    LowLatencyHandle,
-    LowLatencyInFlight,
-    NormalHandle,
-    NormalInFlight,
-    low_latency_combine_finish,
-    low_latency_combine_start,
-    low_latency_dispatch_finish,
-    low_latency_dispatch_start,
-    normal_combine_finish,
-    normal_combine_start,
-    normal_dispatch_finish,
-    normal_dispatch_start,
-)
+from custom_calls.ep import loopback, reference
+from custom_calls.ep.api import Dispatcher as Dispatcher
+from custom_calls.ep.api import DispatchOutput as DispatchOutput
 
 
-__all__ = [
-    "LowLatencyHandle",
-    "LowLatencyInFlight",
-    "NormalHandle",
-    "NormalInFlight",
-    "low_latency_combine_finish",
-    "low_latency_combine_start",
-    "low_latency_dispatch_finish",
-    "low_latency_dispatch_start",
-    "normal_combine_finish",
-    "normal_combine_start",
-    "normal_dispatch_finish",
-    "normal_dispatch_start",
-]
+NORMAL = {"reference": reference.Normal, "loopback": loopback.Normal}
+"""The dispatchers of normal mode by backend. Each is made of an `Exchange`'s fields."""
+
+LOW_LATENCY = {"reference": reference.LowLatency, "loopback": loopback.LowLatency}
+"""The dispatchers of low-latency mode by backend."""

@@ -42,25 +42,29 @@ class Experts(nnx.Module):
         self,
         tokens: Tokens,
         *,
+        dtype: DTypeLike,
         expected_rows: int | None = None,
         gemm_implementation: str | None = None,
         quantize_implementation: str | None = None,
     ) -> Tokens:
-        """Each group's rows through its own expert, in the layout and dtype they came in.
+        """Each group's rows through its own expert, in the layout they came in; results of `dtype`.
 
-        `expected_rows` is `grouped_gemm`'s hint.
+        FP8 experts take tokens of either kind, others take no FP8. `expected_rows` is
+        `grouped_gemm`'s hint.
         """
         multiply = partial(
             grouped_gemm,
-            dtype=tokens.x.dtype,
+            dtype=dtype,
             expected_rows=expected_rows,
             implementation=gemm_implementation,
         )
         if self.gate_up_proj_scale_inv is None or self.down_proj_scale_inv is None:
             gate_up = multiply(tokens, self.gate_up_proj[...])
             return multiply(silu_and_mul(gate_up), self.down_proj[...])
+        if tokens.scale is None:
+            tokens = quantize(tokens, implementation=quantize_implementation)
         gate_up = multiply(
-            quantize(tokens, implementation=quantize_implementation),
+            tokens,
             QuantizedWeight(self.gate_up_proj[...], self.gate_up_proj_scale_inv[...]),
         )
         return multiply(

@@ -11,11 +11,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe import sharding
+from custom_calls.ep import Dispatcher
+from custom_calls.quantize import quantize_rows
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.model.mlp import MLP
-from jaxmoe.moe.dispatcher import Dispatcher, make_dispatcher
+from jaxmoe.moe.dispatcher import make_dispatcher
 from jaxmoe.moe.experts import Experts
 from jaxmoe.moe.router import Router, Routing
 from jaxmoe.plan import ExecutionPlan, Quantization
@@ -49,29 +50,32 @@ class MoE(nnx.Module):
         """The layer's output and the logical experts it used."""
         with jax.named_scope("gate"):
             routing = self.gate(x, is_token)
-        physical = self.place(routing, placement, plan)
         dispatcher = make_dispatcher(plan)
+        physical = self.place(routing, placement, dispatcher, plan)
         bound = plan.max_dispatch_tokens_per_rank or x.shape[0]
-        parts = [
-            self.run_experts(
-                x[start : start + bound],
-                jax.tree.map(lambda a, s=start: a[s : s + bound], physical),
-                dispatcher,
-                plan,
-            )
-            for start in range(0, x.shape[0], bound)
-        ]
+        parts: list[Array] = []
+        for start in range(0, x.shape[0], bound):
+            part = slice(start, start + bound)
+            routing_of_part = jax.tree.map(lambda a, part=part: a[part], physical)
+            after = parts[-1] if parts else None
+            parts.append(self.run_experts(x[part], routing_of_part, dispatcher, plan, after=after))
         with jax.named_scope("shared_experts"):
             shared = self.shared_experts(x)
         return jnp.concatenate(parts) + shared, routing
 
-    def place(self, routing: Routing, placement: ExpertPlacement, plan: ExecutionPlan) -> Routing:
+    def place(
+        self,
+        routing: Routing,
+        placement: ExpertPlacement,
+        dispatcher: Dispatcher,
+        plan: ExecutionPlan,
+    ) -> Routing:
         """The same routing in physical experts."""
         with jax.named_scope("place"):
             topk_idx = placement.to_physical(
                 routing.topk_idx,
                 layer=self.layer_idx,
-                rank=jax.lax.axis_index(sharding.EP_AXIS),
+                rank=dispatcher.rank(),
                 slots_per_rank=plan.slots_per_rank,
             )
         return Routing(topk_idx=topk_idx, topk_weights=routing.topk_weights)
@@ -82,14 +86,20 @@ class MoE(nnx.Module):
         routing: Routing,
         dispatcher: Dispatcher,
         plan: ExecutionPlan,
+        *,
+        after: Array | None = None,
     ) -> Float[Array, "T H"]:
-        """The routed experts' weighted sum for at most one dispatch of tokens."""
+        """The routed experts' weighted sum for one dispatch of tokens, made after `after`."""
         with jax.named_scope("dispatch"):
-            in_flight = dispatcher.dispatch_start(x, routing)
+            sent = quantize_rows(x, implementation=plan.quantize) if plan.fp8_dispatch else x
+            in_flight = dispatcher.dispatch_start(
+                sent, routing.topk_idx, routing.topk_weights, after=after
+            )
             arrived = dispatcher.dispatch_finish(in_flight)
         with jax.named_scope("experts"):
             y = self.experts(
                 arrived.tokens,
+                dtype=x.dtype,
                 expected_rows=plan.expected_rows(*routing.topk_idx.shape),
                 gemm_implementation=plan.grouped_gemm,
                 quantize_implementation=plan.quantize,

@@ -137,7 +137,7 @@ def test_experts(layout, dtype):
         tokens = ContiguousTokens(x, counts, alignment)
         starts = np.asarray(tokens.group_starts)
         rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    y = experts(tokens, expected_rows=3)
+    y = experts(tokens, dtype=tokens.x.dtype, expected_rows=3)
     assert y.x.dtype == dtype and y.scale is None
     found, expected = [], []
     for group, here in enumerate(rows):

@@ -1,0 +1,85 @@
+"""How tokens reach their experts and come back, with DeepEP's semantics. Local shapes.
+
+Two modes. Normal: a token goes once to each rank that holds one of its experts, exact counts,
+contiguous layout; for many tokens. Low latency: a token goes once for each of its experts, into a
+slab with room for all, masked layout; for few tokens. Each has one token layout, so that it can
+only meet its own grouped GEMM.
+
+`dispatch` then `combine`, each split where data is under way, so that other work can be put in
+between: `_start` packs and sends, `_finish` unpacks. What is under way, and a handle, are plain
+arrays: XLA sees them as data flow.
+
+Law: with identity experts and weights that sum to one, combine(dispatch(x)) == x.
+"""
+
+import dataclasses
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from jaxtyping import Array, Float, Float32, Int32
+
+from custom_calls.layouts import ContiguousTokens, MaskedTokens, QuantizedRows
+
+
+Tokens = TypeVar("Tokens", ContiguousTokens, MaskedTokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchOutput(Generic[Tokens]):
+    """Tokens in expert order, and what it takes to send the results back."""
+
+    tokens: Tokens
+    handle: Any
+
+
+@runtime_checkable
+class Dispatcher(Protocol):
+    """A mode of a backend. Of one dispatcher, a call must have come back before the next begins."""
+
+    def rank(self) -> Int32[Array, ""]:
+        """This device's rank among all that exchange tokens."""
+        ...
+
+    def dispatch_start(
+        self,
+        x: Float[Array, "T H"] | QuantizedRows,
+        topk_idx: Int32[Array, "T K"],
+        topk_weights: Float32[Array, "T K"],
+        *,
+        after: Array | None = None,
+    ) -> Any:
+        """Send tokens, in FP8 if they are, to physical experts; -1 is none.
+
+        An expert lives on rank idx // slots_per_rank. Begins when `after` has been computed.
+        """
+        ...
+
+    def dispatch_finish(self, in_flight: Any) -> DispatchOutput:
+        """The arrived tokens by local expert, in each in the order of (rank, token)."""
+        ...
+
+    def combine_start(self, y: Any, handle: Any) -> Any:
+        """Send the experts' results, in the layout and order in which their tokens came, back."""
+        ...
+
+    def combine_finish(self, in_flight: Any, handle: Any) -> Float[Array, "T H"]:
+        """Each token's results, weighed and added up; a token that went nowhere gets zeros."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What all dispatchers are made of.
+
+    Attributes:
+      axis_name: the mesh axis of this process's devices.
+      slots_per_rank: physical experts of a rank.
+      alignment: experts' rows start, and slabs end, at a multiple of it.
+      permute: implementation of `custom_calls.permute`, None for the best.
+      channel: dispatchers whose calls may overlap have different ones (micro-batches).
+    """
+
+    axis_name: str
+    slots_per_rank: int
+    alignment: int = 1
+    permute: str | None = None
+    channel: int = 0

@@ -1,0 +1,284 @@
+"""The expert-parallel group of this process: who exchanges tokens, and the memory it takes.
+
+    bootstrap(mesh, spec)  ->  EpGroup  ->  shutdown()
+
+A *member* is a process; it drives consecutive ranks, one for each device of its mesh. The group
+belongs to this package and not to JAX's set of processes: who takes part is a table that may change
+between steps, and programs compiled for the group's largest size stay as they are.
+
+There is one group in a process, frozen from `bootstrap` to `shutdown`, since compiled programs find
+it by their device. Arrays and models are not known here.
+"""
+
+import atexit
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from custom_calls import cpu_library
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A model of the link between ranks, to study overlap on CPUs. No claim about any machine.
+
+    What a rank sends to others leaves it one byte after another, and arrives a latency later.
+
+    Attributes:
+      latency: seconds.
+      bandwidth: bytes a second; None, no limit.
+    """
+
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.latency < 0:
+            raise ValueError(f"the link's latency must not be negative, got {self.latency}")
+        if self.bandwidth is not None and self.bandwidth <= 0:
+            raise ValueError(f"the link's bandwidth must be positive, got {self.bandwidth}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EpSpec:
+    """What a group is sized for; the same on all members.
+
+    Attributes:
+      max_ep_size: the most ranks there may be.
+      slots_per_rank: physical experts of a rank.
+      hidden_size: numbers of a token's row.
+      top_k: experts of a token.
+      normal_tokens: the most tokens a rank sends in one normal dispatch; 0: that mode is not used.
+      low_latency_tokens: the same of low-latency dispatch.
+      itemsize: bytes of a number in the activations' dtype.
+      num_micro_batches: exchanges that may be under way at a time.
+      timeout: seconds a rank may keep the others waiting.
+      link: see `Link`.
+    """
+
+    max_ep_size: int
+    slots_per_rank: int
+    hidden_size: int
+    top_k: int
+    normal_tokens: int = 0
+    low_latency_tokens: int = 0
+    itemsize: int = 2
+    num_micro_batches: int = 1
+    timeout: float = 30.0
+    link: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_ep_size", "slots_per_rank", "hidden_size", "top_k", "itemsize",
+                     "num_micro_batches"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("normal_tokens", "low_latency_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
+        rows = self.max_ep_size * max(self.normal_tokens, self.low_latency_tokens * self.top_k)
+        if rows > 2**31 - 1:
+            raise ValueError(f"a group of {rows} rows is too large: they are numbered in 32 bits")
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of a rank for one exchange: what it sends, or what comes back to it."""
+        row = self.hidden_size * self.itemsize
+        tokens = max(self.normal_tokens, self.low_latency_tokens)
+        sent = 256 + tokens * (row + 8 * self.top_k)
+        returned = max(
+            self.normal_tokens * self.max_ep_size * row, self.low_latency_tokens * self.top_k * row
+        )
+        return max(sent, returned)
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.num_micro_batches  # dispatch and combine of each
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Memory of a rank for all exchanges."""
+        return self.num_channels * self.window_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """The processes of a group, and which one this is.
+
+    Attributes:
+      num_members, member: as `--nnodes` and `--node-rank`.
+      name: of the group, the same on all members and no other group's on this host.
+      join_timeout: seconds the members may take to come.
+    """
+
+    num_members: int = 1
+    member: int = 0
+    name: str = ""
+    join_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.num_members < 1 or not 0 <= self.member < self.num_members:
+            raise ValueError(
+                f"member ({self.member}) must be between 0 and num_members - 1 "
+                f"({self.num_members - 1})"
+            )
+        if self.num_members > 1 and (not self.name or "/" in self.name or len(self.name) > 200):
+            raise ValueError(
+                "a group of several processes needs a name of at most 200 characters without "
+                f"'/', got {self.name!r}"
+            )
+
+
+class EpGroup:
+    """The group as its member sees it. Between steps, one thread of each member may call
+    `agree`, `wait`, `set_active` and `recover`; a call that needs the others raises RuntimeError,
+    naming the member, when one has died or keeps it waiting."""
+
+    def __init__(self, mesh: Mesh, spec: EpSpec, members: Members):
+        if (reason := cpu_library.missing()) is not None:
+            raise RuntimeError(reason)
+        from custom_calls import _cpu
+
+        devices = list(mesh.devices.flat)
+        self.spec = spec
+        self.members = members
+        self.first_rank = members.member * len(devices)
+        needed = members.num_members * len(devices)
+        if needed > spec.max_ep_size:
+            raise ValueError(
+                f"{members.num_members} members of {len(devices)} devices are {needed} ranks, "
+                f"max_ep_size is {spec.max_ep_size}"
+            )
+        if (platform := devices[0].platform) != "cpu":
+            raise ValueError(f"the loopback group runs on CPU devices, got {platform!r}")
+        link = spec.link or Link()
+        logger.info(
+            "expert-parallel group: %d of at most %d ranks in %d processes, %d bytes of windows "
+            "a rank%s",
+            needed, spec.max_ep_size, members.num_members, spec.bytes_per_rank,
+            f"; modelled link: {link}" if spec.link else "",
+        )  # fmt: skip
+        self._group = _cpu.EpGroup(
+            name=members.name,
+            description=repr(spec),
+            num_members=members.num_members,
+            member=members.member,
+            max_ranks=spec.max_ep_size,
+            first_rank=self.first_rank,
+            devices=[_ordinal(device) for device in devices],
+            num_channels=spec.num_channels,
+            window_bytes=spec.window_bytes,
+            timeout=spec.timeout,
+            join_timeout=members.join_timeout,
+            latency=link.latency,
+            bandwidth=link.bandwidth or 0.0,
+        )
+        _cpu.set_ep_group(self._group)
+
+    @property
+    def num_members(self) -> int:
+        return self.members.num_members
+
+    @property
+    def member(self) -> int:
+        return self.members.member
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that exchange tokens; at first, those of all members."""
+        return tuple(self._group.active())
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the exchanges of all members, until they `recover`."""
+        return self._group.failure() or None
+
+    def counters(self) -> dict[str, int]:
+        """Of this member's ranks since `bootstrap`: exchanges begun and ended, ends that had to
+        wait, rows that stayed on their rank, rows and bytes that left it."""
+        return self._group.counters()
+
+    def agree(
+        self, proposal: Sequence[int], *, timeout: float | None = None
+    ) -> list[tuple[int, ...]]:
+        """Every member's proposal, by member, at most 16 numbers each.
+
+        Waits for all of them; without timeout (seconds) as long as they live.
+        """
+        all_of_them = self._group.agree(list(proposal), -1.0 if timeout is None else timeout)
+        return [tuple(one) for one in all_of_them]
+
+    def wait(self) -> None:
+        """Return when `wake` has been called since the last time, or a peer waits in `agree`."""
+        self._group.wait()
+
+    def wake(self) -> None:
+        """End this member's `wait`, from any thread."""
+        self._group.wake()
+
+    def set_active(self, ranks: Sequence[int]) -> None:
+        """From the next step on these ranks exchange tokens; the same on all members.
+
+        The others send and get nothing and are not waited for. Nothing may be under way.
+        """
+        self._group.set_active(sorted(ranks))
+
+    def recover(self) -> None:
+        """After a failure, on all members: forget what was under way and begin anew."""
+        self._group.recover()
+
+
+ALONE = Members()
+
+_current: EpGroup | None = None
+
+
+def bootstrap(mesh: Mesh, spec: EpSpec, members: Members = ALONE) -> EpGroup:
+    """Make, or join, this process's group; returns when all members have come.
+
+    The devices of the mesh, in order, are the member's ranks. Again with the same arguments it
+    gives the same group. Raises RuntimeError when there is another one or the members do not come
+    or differ, and ValueError for sizes that cannot be.
+    """
+    global _current
+    if _current is None:
+        _current = EpGroup(mesh, spec, members)
+        atexit.register(shutdown)
+    elif (spec, members) != (_current.spec, _current.members):
+        raise RuntimeError(
+            f"this process has an expert-parallel group for {_current.spec} and "
+            f"{_current.members}; call custom_calls.runtime.shutdown() before making one for "
+            f"{spec} and {members}"
+        )
+    return _current
+
+
+def current() -> EpGroup:
+    """This process's group. Raises RuntimeError when there is none."""
+    if _current is None:
+        raise RuntimeError(
+            "there is no expert-parallel group: call custom_calls.runtime.bootstrap first"
+        )
+    return _current
+
+
+def shutdown() -> None:
+    """Leave the group, if there is one, and give its memory back. Nothing may be under way."""
+    global _current
+    if _current is not None:
+        from custom_calls import _cpu
+
+        _cpu.set_ep_group(None)
+        _current = None
+
+
+def _ordinal(device: jax.Device) -> int:
+    """What a handler on this device is told to be on."""
+    return device.local_hardware_id

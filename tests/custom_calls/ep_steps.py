@@ -1,0 +1,146 @@
+"""Random steps of dispatch and combine with a result that is known, on one member of a group.
+
+As a program, a member: `python -m tests.custom_calls.ep_steps JSON` with the arguments of `Member`
+and of `run`. It prints "ready", "step N" now and then, and "done" or "error: ...".
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from custom_calls import ep, runtime
+from custom_calls.layouts import ContiguousTokens
+
+
+HIDDEN, TOKENS, TOP_K = 16, 6, 3
+KINDS = ("random", "one_expert", "uneven", "idle_rank", "nothing", "few_experts")
+DISPATCHERS = {"normal": ep.NORMAL, "low_latency": ep.LOW_LATENCY}
+
+
+class Member:
+    """A member of a group of `num_members` processes of `devices` ranks each, or more."""
+
+    def __init__(
+        self,
+        name="",
+        num_members=1,
+        member=0,
+        devices=1,
+        max_ep_size=None,
+        slots_per_rank=2,
+        timeout=30.0,
+        backend="loopback",
+    ):
+        self.num_ranks = max_ep_size or num_members * devices
+        self.slots = slots_per_rank
+        self.mesh = Mesh(np.asarray(jax.devices()[:devices]), ("ep",))
+        self.local = range(member * devices, (member + 1) * devices)
+        self.group = runtime.bootstrap(
+            self.mesh,
+            runtime.EpSpec(
+                max_ep_size=self.num_ranks,
+                slots_per_rank=slots_per_rank,
+                hidden_size=HIDDEN,
+                top_k=TOP_K,
+                normal_tokens=TOKENS,
+                low_latency_tokens=TOKENS,
+                itemsize=4,
+                timeout=timeout,
+            ),
+            runtime.Members(num_members, member, name),
+        )
+        self.programs = {mode: self._compile(DISPATCHERS[mode][backend]) for mode in DISPATCHERS}
+
+    def _compile(self, dispatcher_type):
+        dispatcher = dispatcher_type(axis_name="ep", slots_per_rank=self.slots, alignment=4)
+
+        def on_rank(x, idx, weights):
+            arrived = dispatcher.dispatch_finish(
+                dispatcher.dispatch_start(x[0], idx[0], weights[0])
+            )
+            tokens, first = arrived.tokens, dispatcher.rank() * self.slots
+            if isinstance(tokens, ContiguousTokens):
+                row = jnp.arange(tokens.x.shape[0], dtype=jnp.int32)
+                expert = first + jnp.searchsorted(tokens.group_starts, row, side="right") - 1
+                y = ContiguousTokens(
+                    tokens.x * (1 + expert.astype(jnp.float32))[:, None],
+                    tokens.group_sizes,
+                    tokens.alignment,
+                )
+            else:
+                expert = first + jnp.arange(self.slots, dtype=jnp.int32)
+                y = type(tokens)(
+                    tokens.x * (1 + expert.astype(jnp.float32))[:, None, None], tokens.counts
+                )
+            back = dispatcher.combine_start(y, arrived.handle)
+            return dispatcher.combine_finish(back, arrived.handle)[None]
+
+        return jax.jit(
+            jax.shard_map(
+                on_rank, mesh=self.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+            )
+        )
+
+    def case(self, seed, active):
+        """Of all ranks, from the seed alone: x, experts, weights."""
+        rng = np.random.default_rng(seed)
+        kind = KINDS[rng.integers(len(KINDS))]
+        x = rng.standard_normal((self.num_ranks, TOKENS, HIDDEN)).astype(np.float32)
+        slots = np.concatenate([np.arange(self.slots) + rank * self.slots for rank in active])
+        if kind == "few_experts":
+            slots = rng.permutation(slots)[: max(1, len(slots) // 2)]
+        idx = np.full((self.num_ranks, TOKENS, TOP_K), -1, np.int32)
+        for rank in active:
+            for token in range(TOKENS):
+                chosen = rng.permutation(slots)[:TOP_K]
+                idx[rank, token, : len(chosen)] = chosen
+        if kind == "one_expert":
+            idx[idx >= 0] = slots[0]
+            idx[..., 1:] = -1
+        elif kind == "uneven":
+            idx[rng.random(idx.shape) < 0.5] = -1
+        elif kind == "idle_rank":
+            idx[active[rng.integers(len(active))]] = -1
+        elif kind == "nothing":
+            idx[:] = -1
+        weights = rng.random(idx.shape).astype(np.float32)
+        return x, idx, weights
+
+    def step(self, seed, mode, active=None):
+        """Run a step and compare with what must come out: expert p gives (p + 1) x."""
+        active = list(range(self.num_ranks)) if active is None else list(active)
+        x, idx, weights = (a[list(self.local)] for a in self.case(seed, active))
+        y = np.asarray(self.programs[mode](x, idx, weights))
+        factor = np.where(idx >= 0, weights.astype(np.float64) * (idx + 1), 0).sum(-1)
+        np.testing.assert_allclose(y, x * factor[..., None], rtol=2e-6, atol=2e-6)
+
+
+def run(member, num_steps, report_every=None, seed=0):
+    rng = np.random.default_rng(seed)
+    for step in range(num_steps):
+        member.step(int(rng.integers(2**31)), ("normal", "low_latency")[rng.integers(2)])
+        if report_every and step % report_every == 0:
+            print(f"step {step}", flush=True)
+
+
+def main():
+    arguments = json.loads(sys.argv[1])
+    jax.config.update("jax_num_cpu_devices", arguments["member"].get("devices", 1))
+    try:
+        member = Member(**arguments["member"])
+        print("ready", flush=True)
+        run(member, **arguments["run"])
+        print("done", flush=True)
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+    finally:
+        runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The expert-parallel group: members, failures, recovery, in one process and in several."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from custom_calls import ep, runtime
+from custom_calls.runtime import EpSpec, Link, Members
+from tests.custom_calls.ep_steps import HIDDEN, TOKENS, TOP_K, Member, run
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    runtime.shutdown()
+
+
+def spec(**fields):
+    return EpSpec(**{"max_ep_size": 2, "slots_per_rank": 2, "hidden_size": 8, "top_k": 2,
+                     "normal_tokens": 4, "itemsize": 4} | fields)  # fmt: skip
+
+
+def mesh_of(num_devices):
+    return Mesh(np.asarray(jax.devices()[:num_devices]), ("ep",))
+
+
+class Process:
+    """A member in a process of its own."""
+
+    def __init__(self, member, run):
+        arguments = json.dumps({"member": member, "run": run})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.custom_calls.ep_steps", arguments],
+            stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        self.lines = []
+
+    def read_until(self, pattern):
+        """The first line from here on that matches."""
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+            if re.match(pattern, line):
+                return line.strip()
+        raise AssertionError(f"no {pattern!r} in {self.lines}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if re.match("done|error", (self.lines or [""])[-1]):
+            self.process.wait(20)  # it leaves the group
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def processes(count, num_steps, tidies_up=True, **member):
+    name = f"test-{os.getpid()}-{random.randrange(2**30)}"
+    with contextlib.ExitStack() as stack:
+        yield (
+            name,
+            [
+                stack.enter_context(
+                    Process(
+                        {"name": name, "num_members": count, "member": i} | member,
+                        {"num_steps": num_steps, "report_every": 20},
+                    )
+                )
+                for i in range(count)
+            ],
+        )
+    assert not tidies_up or not Path(f"/dev/shm/jaxmoe-{name}").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_random_steps_in_one_process(num_ranks):
+    run(Member(devices=num_ranks), 150, seed=num_ranks)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_steps_do_not_hang():
+    member = Member(devices=4)
+    run(member, 10_000)
+    counters = member.group.counters()
+    assert counters["starts"] == counters["finishes"] == 4 * 2 * 10_000
+    assert counters["remote_rows"] > counters["local_rows"] > 0
+    assert counters["remote_bytes"] == counters["remote_rows"] * HIDDEN * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (3, 1), (4, 2)])
+def test_random_steps_in_several_processes(count, devices):
+    with processes(count, 300, devices=devices) as (_, members):
+        for member in members:
+            assert member.read_until("done|error") == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_member_that_is_gone_ends_the_others_in_words(how):
+    """Killed: noticed at once. Stopped, and nobody can tell: after the timeout."""
+    dies = how == "killed"
+    with processes(3, 10**9, tidies_up=dies, timeout=30.0 if dies else 2.0) as (_, members):
+        for member in members:
+            member.read_until("step")
+        time.sleep(random.random() / 2)
+        victim = random.randrange(3)
+        pid = members[victim].process.pid
+        os.kill(pid, signal.SIGKILL if dies else signal.SIGSTOP)
+        begun = time.monotonic()
+        for i in set(range(3)) - {victim}:
+            error = members[i].read_until("done|error")
+            if dies:
+                assert f"member {victim} (process {pid}, rank {victim}) has died" in error
+            else:
+                assert re.search(f"for rank {victim} .member {victim}, process {pid}", error)
+        assert time.monotonic() - begun < 5
+
+
+@pytest.mark.slow
+def test_abandoned_memory_is_removed():
+    with processes(2, 10**9) as (name, members):
+        for member in members:
+            member.read_until("step")
+        for member in members:
+            member.process.kill()
+            member.process.wait()
+        assert Path(f"/dev/shm/jaxmoe-{name}").exists()
+        with pytest.raises(RuntimeError, match=r"member 1 has not come within"):
+            # Whoever starts next tidies up; its own group does not come to be.
+            runtime.bootstrap(mesh_of(1), spec(), Members(2, 0, f"{name}-next", 0.3))
+
+
+@pytest.mark.slow
+def test_members_agree_wait_and_wake_across_processes():
+    name = f"test-{os.getpid()}-agree"
+    script = f"""
+import jax
+from custom_calls.runtime import EpSpec, Members, bootstrap
+from jax.sharding import Mesh
+import numpy as np
+jax.config.update("jax_num_cpu_devices", 1)
+spec = EpSpec(max_ep_size=2, slots_per_rank=2, hidden_size=8, top_k=2, normal_tokens=4, itemsize=4)
+group = bootstrap(Mesh(np.asarray(jax.devices()), ("ep",)), spec, Members(2, 1, {name!r}))
+for i in range(1000):
+    assert group.agree([i, 7]) == [(i,), (i, 7)]
+group.wait()  # ended by the other's next proposal
+assert group.agree([]) == [(-1,), ()]
+print("done", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as peer:
+        try:
+            group = runtime.bootstrap(mesh_of(1), spec(), Members(2, 0, name))
+            for i in range(1000):
+                assert group.agree([i]) == [(i,), (i, 7)]
+            timer = threading.Timer(0.2, group.wake)
+            timer.start()
+            group.wait()
+            timer.join()
+            assert group.agree([-1], timeout=20.0) == [(-1,), ()]
+            assert peer.stdout.read() == b"done\n"
+            peer.wait()
+            with pytest.raises(RuntimeError, match=r"member 1 .* has (left|died)"):
+                group.agree([1])
+        finally:
+            peer.kill()
+
+
+@pytest.mark.slow
+def test_settings_that_differ_are_refused():
+    with processes(1, 0, tidies_up=False, num_members=2, timeout=1.0) as (name, (other,)):
+        wanted = dict(hidden_size=HIDDEN, top_k=TOP_K, normal_tokens=TOKENS,
+                      low_latency_tokens=TOKENS)  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"settings differ: .*timeout=1.0.*timeout=2.0"):
+            runtime.bootstrap(mesh_of(1), spec(timeout=2.0, **wanted), Members(2, 1, name, 20.0))
+        other.process.kill()
+        other.process.wait()
+
+
+def test_ranks_that_nobody_has_cost_no_wait():
+    """The programs are for 4 ranks, of which 3 are there; counting begins anew each time."""
+    member = Member(devices=3, max_ep_size=4)
+    for _ in range(3):
+        assert member.group.active_ranks == (0, 1, 2)
+        for seed in range(20):
+            member.step(seed, "normal", (0, 1, 2))
+            member.step(seed, "low_latency", (0, 1, 2))
+        member.group.set_active((0, 1))
+        assert member.group.active_ranks == (0, 1)
+        member.group.set_active((0, 1, 2))
+    with pytest.raises(RuntimeError, match="rank 3 cannot be active: no member has it"):
+        member.group.set_active([3])
+
+
+def test_a_failed_exchange_ends_all_ranks_and_they_recover():
+    member = Member(devices=4)
+    member.step(0, "normal")
+    x, idx, weights = member.case(1, range(4))
+    idx[2, 3, 0] = 99
+    with pytest.raises(jax.errors.JaxRuntimeError, match="physical expert 99 of rank 49"):
+        jax.block_until_ready(member.programs["normal"](x, idx, weights))
+    assert "rank 2: token 3 is for physical expert 99" in member.group.failure
+    with pytest.raises(jax.errors.JaxRuntimeError, match="token 3 is for physical expert 99"):
+        member.step(2, "low_latency")
+    member.group.recover()
+    assert member.group.failure is None
+    for seed in range(10):
+        member.step(seed, "low_latency")
+
+
+def test_a_token_for_an_inactive_rank_is_an_error():
+    member = Member(devices=2, max_ep_size=3)
+    x, idx, weights = (a[:2] for a in member.case(1, range(2)))
+    idx[0, 0, 0] = 4
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rank 2, which is not active"):
+        jax.block_until_ready(member.programs["low_latency"](x, idx, weights))
+
+
+def test_there_is_one_group_at_a_time():
+    group = runtime.bootstrap(mesh_of(2), spec())
+    assert runtime.bootstrap(mesh_of(2), spec()) is group is runtime.current()
+    with pytest.raises(RuntimeError, match=r"call custom_calls.runtime.shutdown\(\) before"):
+        runtime.bootstrap(mesh_of(2), spec(top_k=1))
+    runtime.shutdown()
+    with pytest.raises(RuntimeError, match="there is no expert-parallel group"):
+        runtime.current()
+    assert runtime.bootstrap(mesh_of(2), spec(top_k=1)) is not group
+
+
+def test_too_many_tokens_for_the_group_are_refused():
+    member = Member(devices=2)
+    dispatcher = ep.NORMAL["loopback"](axis_name="ep", slots_per_rank=2)
+    many = 8 * TOKENS
+    x = np.zeros((2, many, HIDDEN), np.float32)
+    idx = np.zeros((2, many, TOP_K), np.int32)
+
+    def on_rank(x, idx, weights):
+        in_flight = dispatcher.dispatch_start(x[0], idx[0], weights[0])
+        return dispatcher.dispatch_finish(in_flight).tokens.x[None]
+
+    spec = jax.sharding.PartitionSpec("ep")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="bootstrap it for more tokens"):
+        jax.block_until_ready(
+            jax.shard_map(
+                on_rank, mesh=member.mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )(x, idx, np.zeros(idx.shape, np.float32))
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_ep_size": 0}, "max_ep_size must be positive, got 0"),
+        ({"normal_tokens": -1}, "normal_tokens must not be negative, got -1"),
+        ({"timeout": 0.0}, r"timeout must be positive, got 0\.0"),
+        ({"normal_tokens": 2**30}, "rows is too large"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**fields)
+
+
+def test_members_and_links_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"member \(2\) must be between 0 and num_members - 1"):
+        Members(2, 2, "name")
+    with pytest.raises(ValueError, match="needs a name"):
+        Members(2, 1)
+    with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
+        Link(bandwidth=0.0)
+    with pytest.raises(ValueError, match="are 2 ranks, max_ep_size is 1"):
+        runtime.bootstrap(mesh_of(2), spec(max_ep_size=1))
+
+
+def test_memory_is_what_the_spec_says():
+    small = spec(max_ep_size=4, normal_tokens=8, low_latency_tokens=4)
+    row = 8 * 4
+    assert small.window_bytes == max(256 + 8 * (row + 16), 8 * 4 * row, 4 * 2 * row)
+    assert small.bytes_per_rank == 2 * small.window_bytes
+    assert spec(num_micro_batches=2).bytes_per_rank == 4 * spec().window_bytes
+
+
+def test_a_modelled_link_takes_its_time():
+    """A latency is seen by every exchange, on top of what it takes without."""
+    member = Member(devices=2)
+    runtime.shutdown()
+    latency = 0.02
+    group = runtime.bootstrap(
+        member.mesh, runtime.EpSpec(**vars(member.group.spec) | {"link": Link(latency=latency)})
+    )
+    member.step(0, "normal")
+    begun = time.monotonic()
+    for seed in range(5):
+        member.step(seed, "low_latency")
+    assert time.monotonic() - begun > 5 * 2 * latency
+    assert group.counters()["waited"] > 0
