@@ -170,6 +170,7 @@ def random_model(config: ModelConfig, quantization: Quantization | None) -> Shar
         graphdef=graphdef,
         params=jax.tree_util.tree_unflatten(structure, jax.block_until_ready(leaves)),
         placement=trivial_placement(config.num_moe_layers, num_slots, num_slots),
+        ranks=sharding.EpRanks(1),
         quantization=quantization,
     )
 

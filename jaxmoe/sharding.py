@@ -4,6 +4,7 @@ One axis: expert-parallel ranks. Experts are sharded over it by physical slot, b
 pools by their leading rank dimension (attention is data-parallel), everything else is replicated.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,19 @@ EP_AXIS = "ep"
 PER_RANK = PartitionSpec(EP_AXIS)
 """Leading dimension is the rank: batches, page pools, experts."""
 REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class EpRanks:
+    """Which ranks of an expert-parallel group the devices of a mesh are: consecutive ones.
+
+    Attributes:
+      ep_size: ranks of the group, over all its processes.
+      first: the rank of the mesh's first device.
+    """
+
+    ep_size: int
+    first: int = 0
 
 
 def make_mesh(ep_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -6,6 +6,7 @@ once for each combination of shapes. Nothing here keeps state: the cache goes in
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,16 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from custom_calls import runtime
 from jaxmoe import sampling, sharding
 from jaxmoe.batch import Batch, PrefillBatch, of_rank
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.kv_cache import KVCache
 from jaxmoe.model.deepseek import Activations, DeepseekForCausalLM
-from jaxmoe.plan import ExecutionPlan, Quantization, check_quantization
+from jaxmoe.plan import ExecutionPlan, Quantization, check_quantization, ep_spec
 from jaxmoe.sampling import Sampled, SamplingBatch
+from jaxmoe.sharding import EpRanks
 
 
 SCORE_ROWS = 64  # logits of a prompt are made this many tokens at a time
@@ -34,7 +37,8 @@ SCORE_ROWS = 64  # logits of a prompt are made this many tokens at a time
 class ShardedModel:
     """Weights on a mesh. `params` has the structure `abstract_model` gives.
 
-    `dtype` is that of activations and of the weights that are not quantised.
+    `dtype` is that of activations and of the weights that are not quantised. The mesh holds the
+    experts of `ranks`, the placement is that of all ranks.
     """
 
     config: ModelConfig
@@ -43,6 +47,7 @@ class ShardedModel:
     graphdef: nnx.GraphDef
     params: nnx.State
     placement: ExpertPlacement
+    ranks: EpRanks
     quantization: Quantization | None = None
 
     @property
@@ -51,7 +56,22 @@ class ShardedModel:
 
     @property
     def slots_per_rank(self) -> int:
-        return self.num_slots // self.mesh.size
+        return self.num_slots // self.ranks.ep_size
+
+
+def join_ep_group(
+    model: ShardedModel,
+    plans: Sequence[ExecutionPlan],
+    *,
+    max_tokens: int,
+    members: runtime.Members | None = None,
+) -> runtime.EpGroup | None:
+    """The expert-parallel group that these plans' steps need, of at most `max_tokens` tokens on a
+    rank; None where XLA's collectives do. Raises as `custom_calls.runtime.bootstrap` does."""
+    if all(plan.moe_a2a_backend == "reference" for plan in plans):
+        return None
+    spec = ep_spec(model.config, plans, max_tokens=max_tokens, dtype=model.dtype)
+    return runtime.bootstrap(model.mesh, spec, members or runtime.ALONE)
 
 
 def abstract_model(
@@ -91,10 +111,16 @@ class Steps:
 
     def __init__(self, model: ShardedModel, *, prefill: ExecutionPlan, decode: ExecutionPlan):
         for plan in (prefill, decode):
-            if (plan.ep_size, plan.slots_per_rank) != (model.mesh.size, model.slots_per_rank):
+            ep_size = model.ranks.ep_size
+            if (plan.ep_size, plan.slots_per_rank) != (ep_size, model.slots_per_rank):
                 raise ValueError(
                     f"the plan is for {plan.ep_size} ranks of {plan.slots_per_rank} slots, the "
-                    f"model is on {model.mesh.size} ranks of {model.slots_per_rank}"
+                    f"model is on {ep_size} ranks of {model.slots_per_rank}"
+                )
+            if ep_size != model.mesh.size and plan.moe_a2a_backend == "reference":
+                raise ValueError(
+                    f"moe_a2a_backend 'reference' exchanges tokens within one process, the model "
+                    f"has {model.mesh.size} of {ep_size} ranks in this one"
                 )
         self.model = model
         self._plans = (prefill, decode)

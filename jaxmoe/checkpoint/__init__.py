@@ -10,6 +10,7 @@ from jaxmoe.checkpoint.store import convert, is_orbax, load_orbax
 from jaxmoe.checkpoint.synthetic import RANDOM_CONFIGS, write_random_checkpoint
 from jaxmoe.checkpoint.tensor_file import INDEX_FILE, SINGLE_FILE, CheckpointError, has_tensors
 from jaxmoe.plan import Quantization
+from jaxmoe.sharding import EpRanks
 from jaxmoe.step import ShardedModel
 
 
@@ -31,12 +32,20 @@ def load_model(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """The model in this directory, whichever kind it is; see `load_hf` and `load_orbax`."""
     model_dir = Path(model_dir)
     load = load_orbax if is_orbax(model_dir) else load_hf if has_tensors(model_dir) else None
     if load is not None:
-        return load(model_dir, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots)
+        return load(
+            model_dir,
+            mesh,
+            dtype=dtype,
+            quantization=quantization,
+            num_slots=num_slots,
+            ranks=ranks,
+        )
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a directory")
     raise CheckpointError(

@@ -37,6 +37,7 @@ from jaxmoe.checkpoint.parameters import (
 from jaxmoe.checkpoint.tensor_file import DTYPES, CheckpointError, StoredTensor, find_tensors
 from jaxmoe.config import ModelConfig
 from jaxmoe.plan import Quantization
+from jaxmoe.sharding import EpRanks
 from jaxmoe.step import ShardedModel
 
 
@@ -51,6 +52,7 @@ def load_hf(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """A model from a directory of safetensors, in `dtype` (routers in float32).
 
@@ -78,6 +80,7 @@ def load_hf(
         dtype=dtype,
         quantization=quantization,
         num_slots=num_slots,
+        ranks=ranks,
         load=load,
     )
 

@@ -109,22 +109,27 @@ def build_model(
     dtype: DTypeLike,
     quantization: Quantization | None,
     num_slots: int | None,
+    ranks: sharding.EpRanks | None,
     load: Callable[[Sequence[Parameter], np.ndarray], dict[str, jax.Array]],
 ) -> ShardedModel:
-    """The model with the arrays that `load(parameters, physical_to_logical)` returns by name."""
+    """The model with the arrays that `load(parameters, slots)` returns by name, where `slots` says
+    which expert each slot on the mesh holds, [L, p]."""
     num_experts = config.n_routed_experts
+    ranks = ranks or sharding.EpRanks(mesh.size)
+    ep_size = ranks.ep_size
     if num_slots is None:
-        num_slots = placements.num_expert_slots(num_experts, mesh.size)
-    if num_slots % mesh.size:
-        suggestion = math.ceil(num_slots / mesh.size) * mesh.size
+        num_slots = placements.num_expert_slots(num_experts, ep_size)
+    if num_slots % ep_size:
+        suggestion = math.ceil(num_slots / ep_size) * ep_size
         raise ValueError(
-            f"num_physical_experts ({num_slots}) must be divisible by ep_size ({mesh.size}); "
+            f"num_physical_experts ({num_slots}) must be divisible by ep_size ({ep_size}); "
             f"{suggestion} would be"
         )
     placement = placements.trivial_placement(config.num_moe_layers, num_experts, num_slots)
-    graphdef, abstract = abstract_model(config, num_slots, dtype, quantization)
-    parameters = list_parameters(config, num_slots, dtype, quantization)
-    arrays = load(parameters, np.asarray(placement.physical_to_logical))
+    start, count = (n * (num_slots // ep_size) for n in (ranks.first, mesh.size))
+    graphdef, abstract = abstract_model(config, count, dtype, quantization)
+    parameters = list_parameters(config, count, dtype, quantization)
+    arrays = load(parameters, np.asarray(placement.physical_to_logical)[:, start : start + count])
     params = jax.tree.unflatten(
         jax.tree.structure(abstract), [arrays[parameter.name] for parameter in parameters]
     )
@@ -136,6 +141,7 @@ def build_model(
         graphdef=graphdef,
         params=params,
         placement=jax.device_put(placement, sharding.replicated(mesh)),
+        ranks=ranks,
     )
 
 

@@ -32,6 +32,7 @@ from jaxmoe.checkpoint.parameters import Parameter, build_model, list_parameters
 from jaxmoe.checkpoint.tensor_file import CheckpointError
 from jaxmoe.config import ModelConfig
 from jaxmoe.plan import QUANTIZATIONS, Quantization, resolve_quantization
+from jaxmoe.sharding import EpRanks
 from jaxmoe.step import ShardedModel
 
 
@@ -107,12 +108,13 @@ def load_orbax(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """As `load_hf`, from a directory made by `convert`, which must have stored FP8 weights for a
     model in FP8 and others for one that is not; else ValueError.
 
-    Without redundant slots each rank restores exactly its own experts. With them a layer's experts
-    pass through host memory, one layer at a time, to fill the replicas.
+    Without redundant slots, and with all ranks on the mesh, each rank restores exactly its own
+    experts. Otherwise a layer's experts pass through host memory, one layer at a time.
     """
     model_dir = Path(model_dir)
     _check_marker(model_dir)
@@ -133,7 +135,13 @@ def load_orbax(
         return arrays
 
     return build_model(
-        config, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots, load=load
+        config,
+        mesh,
+        dtype=dtype,
+        quantization=quantization,
+        num_slots=num_slots,
+        ranks=ranks,
+        load=load,
     )
 
 
@@ -208,8 +216,8 @@ def _restore_part(
     slots: np.ndarray,
 ) -> dict[str, jax.Array]:
     _check_part(checkpointer, path, parameters, config.n_routed_experts)
-    # Without redundant slots the trivial placement is the identity.
-    is_direct = slots.shape[1] == config.n_routed_experts
+    num_experts = config.n_routed_experts
+    is_direct = slots.shape[1] == num_experts and (slots == np.arange(num_experts)[None]).all()
     items: dict[str, Any] = {}
     restore_args: dict[str, ocp.RestoreArgs] = {}
     for parameter in parameters:

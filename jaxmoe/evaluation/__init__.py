@@ -42,6 +42,7 @@ def evaluate(
     ep_size: int | None = None,
     num_redundant_experts: int | None = None,
     deepep_mode: str = "auto",
+    moe_a2a_backend: str = "reference",
     dtype: str = "auto",
     quantization: str | None = None,
     batch_size: int = 32,
@@ -66,6 +67,7 @@ def evaluate(
         "ep_size": ep_size is not None,
         "num_redundant_experts": num_redundant_experts is not None,
         "deepep_mode": deepep_mode != "auto",
+        "moe_a2a_backend": moe_a2a_backend != "reference",
         "quantization": quantization is not None,
         "expert_load": expert_load,
     }
@@ -97,6 +99,7 @@ def evaluate(
                 ep_size=ep_size,
                 num_redundant_experts=num_redundant_experts,
                 deepep_mode=deepep_mode,
+                moe_a2a_backend=moe_a2a_backend,
                 dtype=dtype,
                 quantization=quantization,
                 batch_size=batch_size,

@@ -56,6 +56,7 @@ class EngineAnswerer:
         ep_size: int | None,
         num_redundant_experts: int | None,
         deepep_mode: str,
+        moe_a2a_backend: str,
         dtype: str,
         quantization: str | None,
         batch_size: int,
@@ -70,6 +71,7 @@ class EngineAnswerer:
             num_redundant_experts=num_redundant_experts,
             batch_size=batch_size,
             deepep_mode=deepep_mode,
+            moe_a2a_backend=moe_a2a_backend,
         )
         self.model = self._engine.model
         self.tokenizer = Tokenizer.load(model_path)  # raises where the engine goes without one
@@ -80,6 +82,7 @@ class EngineAnswerer:
             "ep_size": self.model.mesh.size,
             "num_redundant_experts": self.model.num_slots - self._engine.config.n_routed_experts,
             "deepep_mode": deepep_mode,
+            "moe_a2a_backend": moe_a2a_backend,
             "device": self.model.mesh.devices.flat[0].device_kind,
         }
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import jax
 
 from jaxmoe.evaluation import BACKENDS, evaluate
-from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
+from jaxmoe.plan import (
+    DEEPEP_MODES,
+    DTYPES,
+    MOE_A2A_BACKENDS,
+    QUANTIZATION_HELP,
+    QUANTIZATIONS,
+)
 from jaxmoe.reference.torch_deepseek import ReferenceUnavailableError
 from jaxmoe.tasks import EVALUATION_SETS
 
@@ -44,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep-size", type=int, metavar="N", help="devices the experts are spread over (all)")
     add("--ep-num-redundant-experts", type=int, metavar="N", help="extra expert slots")
     add("--deepep-mode", choices=DEEPEP_MODES, default="auto", help="(%(default)s)")
+    add("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="reference", help="(%(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU, else the model's")
     add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add(
@@ -76,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             ep_size=args.ep_size,
             num_redundant_experts=args.ep_num_redundant_experts,
             deepep_mode=args.deepep_mode,
+            moe_a2a_backend=args.moe_a2a_backend,
             dtype=args.dtype,
             quantization=args.quantization,
             batch_size=args.batch_size,

@@ -35,6 +35,7 @@ class Settings:
     quantization: str | None = None
     ep_size: int | None = None
     deepep_mode: str | None = None
+    moe_a2a_backend: str | None = None
     num_redundant_experts: int | None = None
     device: str | None = None
 

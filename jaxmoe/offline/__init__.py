@@ -32,6 +32,7 @@ def generate(
     quantization: str | None = None,
     batch_size: int = 32,
     deepep_mode: str = "auto",
+    moe_a2a_backend: str = "reference",
 ) -> list[Generation]:
     """Continue each prompt, a text or its token ids; results in the order of the prompts.
 
@@ -57,5 +58,6 @@ def generate(
         quantization=quantization,
         batch_size=batch_size,
         deepep_mode=deepep_mode,
+        moe_a2a_backend=moe_a2a_backend,
     )
     return engine.generate(prompts, options)

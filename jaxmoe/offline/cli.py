@@ -16,7 +16,13 @@ from jaxmoe.offline.engine import OfflineEngine
 from jaxmoe.offline.journal import JOURNAL_SUFFIX, Journal, open_journal
 from jaxmoe.offline.options import Generation, GenerationOptions, PromptRequest
 from jaxmoe.offline.pipeline import LineParser, PromptFile, Rejected, batches
-from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
+from jaxmoe.plan import (
+    DEEPEP_MODES,
+    DTYPES,
+    MOE_A2A_BACKENDS,
+    QUANTIZATION_HELP,
+    QUANTIZATIONS,
+)
 
 
 EXIT_OK, EXIT_SOME_REJECTED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -44,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep-size", type=int, metavar="N", help="devices the experts are spread over (all)")
     add("--ep-num-redundant-experts", type=int, metavar="N", help="extra expert slots")
     add("--deepep-mode", choices=DEEPEP_MODES, default="auto", help="(%(default)s)")
+    add("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="reference", help="(%(default)s)")
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU, else the model's")
     add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--batch-size", type=int, default=32, metavar="N", help="over all devices (%(default)s)")
@@ -118,6 +125,7 @@ def _generate(args: argparse.Namespace, options: GenerationOptions, model_path: 
             batch_size=args.batch_size,
             chunk_tokens=args.chunk_tokens,
             deepep_mode=args.deepep_mode,
+            moe_a2a_backend=args.moe_a2a_backend,
         )
         rejected = _run_all(engine, options, source, journal)
         journal.finish({"index": line.index, "error": line.error} for line in rejected)

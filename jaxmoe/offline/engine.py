@@ -24,7 +24,7 @@ from jaxmoe.offline.decode import NO_TOKEN, DecodeLoop, DecodeStart, empty_start
 from jaxmoe.offline.options import Generation, GenerationOptions, PromptRequest, make_request
 from jaxmoe.plan import make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.sampling import SamplingBatch
-from jaxmoe.step import ShardedModel, Steps
+from jaxmoe.step import ShardedModel, Steps, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
 
 
@@ -101,6 +101,7 @@ class OfflineEngine:
         batch_size: int = 32,
         chunk_tokens: int | None = None,
         deepep_mode: str = "auto",
+        moe_a2a_backend: str = "reference",
     ):
         """`chunk_tokens` is what one prefill step takes of each rank at most; None: what suits the
         platform.
@@ -120,10 +121,13 @@ class OfflineEngine:
         self._chunk_tokens = chunk_tokens
         prefill, decode = make_plans(
             deepep_mode,
-            ep_size=model.mesh.size,
+            ep_size=model.ranks.ep_size,
             slots_per_rank=model.slots_per_rank,
             max_dispatch_tokens_per_rank=max(MAX_DISPATCH_TOKENS_PER_RANK, self._rows),
+            moe_a2a_backend=moe_a2a_backend,
+            quantization=model.quantization,
         )
+        join_ep_group(model, (prefill, decode), max_tokens=max(chunk_tokens, self._rows))
         self._steps = Steps(model, prefill=prefill, decode=decode)
         self._decode = DecodeLoop(model, decode)
 
@@ -139,6 +143,7 @@ class OfflineEngine:
         batch_size: int = 32,
         chunk_tokens: int | None = None,
         deepep_mode: str = "auto",
+        moe_a2a_backend: str = "reference",
     ) -> "OfflineEngine":
         """Load a model directory, its experts spread over `ep_size` devices (None: all).
 
@@ -162,6 +167,7 @@ class OfflineEngine:
             batch_size=batch_size,
             chunk_tokens=chunk_tokens,
             deepep_mode=deepep_mode,
+            moe_a2a_backend=moe_a2a_backend,
         )
 
     @property

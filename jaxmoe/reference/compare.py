@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from custom_calls import runtime
 from jaxmoe import sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
 from jaxmoe.config import ModelConfig
 from jaxmoe.plan import (
     DEEPEP_MODES,
+    MOE_A2A_BACKENDS,
     QUANTIZATION_HELP,
     QUANTIZATIONS,
     Quantization,
@@ -37,8 +39,8 @@ from jaxmoe.reference.torch_deepseek import (
     trace_reference,
 )
 from jaxmoe.reference.trace import Trace
-from jaxmoe.reference.trace_jax import trace_model
-from jaxmoe.step import ShardedModel, Steps
+from jaxmoe.reference.trace_jax import ROW_MULTIPLE, trace_model
+from jaxmoe.step import ShardedModel, Steps, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
 
 
@@ -168,6 +170,7 @@ def compare(
     max_new_tokens: int,
     ep_size: int,
     deepep_mode: str = "auto",
+    moe_a2a_backend: str = "reference",
     dtype: DTypeLike = jnp.float32,
     quantization: Quantization | None = None,
     chunk_size: int | None = None,
@@ -195,6 +198,7 @@ def compare(
         model,
         expected,
         deepep_mode=deepep_mode,
+        moe_a2a_backend=moe_a2a_backend,
         chunk_size=chunk_size,
         max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
     )
@@ -205,23 +209,32 @@ def compare_model(
     expected: Sequence[Trace],
     *,
     deepep_mode: str = "auto",
+    moe_a2a_backend: str = "reference",
     chunk_size: int | None = None,
     max_dispatch_tokens_per_rank: int = DEFAULT_MAX_DISPATCH_TOKENS,
 ) -> Comparison:
     """Compare a loaded model with traces of the reference."""
     prefill, decode = make_plans(
         deepep_mode,
-        ep_size=model.mesh.size,
+        ep_size=model.ranks.ep_size,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
+        moe_a2a_backend=moe_a2a_backend,
+        quantization=model.quantization,
     )
-    found = trace_model(
-        model,
-        Steps(model, prefill=prefill, decode=decode),
-        [trace.fed for trace in expected],
-        [trace.num_prompt_tokens for trace in expected],
-        chunk_size=chunk_size,
-    )
+    lengths = [trace.num_prompt_tokens for trace in expected]
+    # One step has at most all prompts.
+    join_ep_group(model, (prefill, decode), max_tokens=sum(lengths) + ROW_MULTIPLE)
+    try:
+        found = trace_model(
+            model,
+            Steps(model, prefill=prefill, decode=decode),
+            [trace.fed for trace in expected],
+            lengths,
+            chunk_size=chunk_size,
+        )
+    finally:
+        runtime.shutdown()
     config = model.config
     return Comparison(
         dtype=jnp.dtype(model.dtype).name,
@@ -339,6 +352,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep-size", type=int, metavar="N", help="ranks; all devices by default, 8 on a CPU"
     )
     parser.add_argument("--deepep-mode", choices=DEEPEP_MODES, default="auto")
+    parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="reference")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument(
         "--quantization",
@@ -382,6 +396,7 @@ def run(args: argparse.Namespace) -> int:
                 max_new_tokens=args.max_new_tokens,
                 ep_size=args.ep_size or jax.device_count(),
                 deepep_mode=args.deepep_mode,
+                moe_a2a_backend=args.moe_a2a_backend,
                 dtype=jnp.dtype(args.dtype),
                 quantization=resolve_quantization(args.quantization, config),
                 chunk_size=args.chunk_size,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from custom_calls import runtime
 from jaxmoe import batch, kv_cache, sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
 from jaxmoe.plan import DispatchMode, ExecutionPlan, Quantization, make_plans, resolve_dtype
-from jaxmoe.step import Steps
+from jaxmoe.step import Steps, join_ep_group
 
 
 NUM_PAGES, PAGE_SIZE = 64, 16
@@ -77,9 +78,8 @@ def test_fp8_adds_no_collective_and_keeps_its_weights(fp8_model, arrays):
     assert re.search(r"f8e4m3fn\[8,256,192\]\S* parameter", text)
 
 
-@pytest.mark.parametrize("name", ["model", "fp8_model"])
-def test_row_alignment_changes_no_number(name, request):
-    model = request.getfixturevalue(name)
+def prefill_and_decode(model, steps):
+    """Hidden states of a prompt of 8 tokens on both ranks and of the token that follows it."""
     arrays = batch.empty_prefill(2, 8, 1)
     arrays.token_ids[:] = np.arange(16).reshape(2, 8)
     arrays.positions[:] = np.arange(8)
@@ -88,18 +88,47 @@ def test_row_alignment_changes_no_number(name, request):
     arrays.page_request[:] = 0
     one = batch.empty_decode(2, 1, 1)
     one.token_ids[:], one.positions[:], one.slots[:], one.page_table[:] = 3, 8, PAGE_SIZE + 8, 1
-    found = []
-    for alignment in (1, 128):
-        steps = make_steps(model, row_alignment=alignment)
-        cache = kv_cache.allocate(
-            model.config, model.mesh, num_pages=2, page_size=PAGE_SIZE, dtype=jnp.float32
-        )
-        prefilled, cache = steps.forward(cache, arrays)
-        decoded, _ = steps.forward(cache, one)
-        found.append((np.asarray(prefilled), np.asarray(decoded)))
-    assert np.isfinite(found[0][0]).all() and np.abs(found[0][0]).max() > 0.1
-    for unaligned, aligned in zip(*found, strict=True):
-        np.testing.assert_array_equal(aligned, unaligned)
+    cache = kv_cache.allocate(
+        model.config, model.mesh, num_pages=2, page_size=PAGE_SIZE, dtype=jnp.float32
+    )
+    prefilled, cache = steps.forward(cache, arrays)
+    decoded, _ = steps.forward(cache, one)
+    assert np.isfinite(prefilled).all() and np.abs(prefilled).max() > 0.1
+    return np.asarray(prefilled), np.asarray(decoded)
+
+
+@pytest.mark.parametrize("name", ["model", "fp8_model"])
+def test_row_alignment_changes_no_number(name, request):
+    model = request.getfixturevalue(name)
+    unaligned = prefill_and_decode(model, make_steps(model))
+    aligned = prefill_and_decode(model, make_steps(model, row_alignment=128))
+    jax.tree.map(np.testing.assert_array_equal, aligned, unaligned)
+
+
+@pytest.mark.parametrize("name", ["model", "fp8_model"])
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_loopback_changes_no_number(name, mode, request):
+    """Nor do FP8 tokens under way, and several dispatches one after the other."""
+    model = request.getfixturevalue(name)
+    how = dict(dispatch_mode=DispatchMode(mode), max_dispatch_tokens_per_rank=3)
+    expected = prefill_and_decode(model, make_steps(model, **how))
+    how |= dict(moe_a2a_backend="loopback", fp8_dispatch=model.quantization is not None)
+    steps = make_steps(model, **how)
+    try:
+        group = join_ep_group(model, [plan for plan, _ in steps._forward], max_tokens=8)
+        found = prefill_and_decode(model, steps)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        exchanges = model.config.num_moe_layers * 2 * (3 + 1)  # prefill in three parts
+        assert group.counters()["starts"] == 2 * exchanges
+    finally:
+        runtime.shutdown()
+
+
+def test_a_part_of_the_ranks_needs_a_group(model):
+    part = dataclasses.replace(model, ranks=sharding.EpRanks(4, first=2))
+    plan = ExecutionPlan(4, part.slots_per_rank, DispatchMode.NORMAL)
+    with pytest.raises(ValueError, match="within one process, the model has 2 of 4 ranks"):
+        Steps(part, prefill=plan, decode=plan)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +162,8 @@ def test_unknown_modes_and_dtypes_are_refused(model):
         make_plans("fast", ep_size=1, slots_per_rank=1, max_dispatch_tokens_per_rank=1)
     with pytest.raises(ValueError, match=r"dtype must be one of .* got 'int8'"):
         resolve_dtype("int8", model.config)
+    with pytest.raises(ValueError, match=r"moe_a2a_backend must be one of .* got 'nccl'"):
+        ExecutionPlan(1, 1, DispatchMode.NORMAL, moe_a2a_backend="nccl")
     with pytest.raises(ValueError, match="max_dispatch_tokens_per_rank must be positive, got 0"):
         make_plans("low_latency", ep_size=1, slots_per_rank=1, max_dispatch_tokens_per_rank=0)
     assert resolve_dtype("auto", model.config) == jnp.float32
