@@ -18,6 +18,7 @@ from jaxmoe import kv_cache, sampling
 from jaxmoe.plan import ExecutionPlan
 from jaxmoe.sampling import Sampled
 from jaxmoe.step import ShardedModel, Steps
+from serving.peers import Peers
 from serving.request import Request, SamplingParams, TokenLogprob
 from serving.scheduler import Limits, ScheduledBatch, ScheduledDecode, ScheduledPrefill
 
@@ -116,10 +117,15 @@ class Engine:
             dtype=self._cache_dtype,
         )
 
-    def warmup(self, progress: Callable[[str, int, int], None] = lambda what, i, n: None) -> None:
+    def warmup(
+        self,
+        peers: Peers,
+        progress: Callable[[str, int, int], None] = lambda what, i, n: None,
+    ) -> None:
         """Compile every shape; `progress(what, i, n)` is called before each of the n programs.
 
-        Kernels that the programs launch are compiled before, side by side.
+        Kernels that the programs launch are compiled before, side by side. Members compile at
+        different speed but run each program together.
         """
         for _, arrays in self._batches():
             self._steps.trace_forward(self._cache, arrays)
@@ -127,18 +133,21 @@ class Engine:
         programs = list(self._programs())
         for i, (what, run) in enumerate(programs):
             progress(what, i, len(programs))
+            peers.agree((i, len(programs)))
             jax.block_until_ready(run())
 
-    def run(self, batch: ScheduledBatch) -> list[StepResult]:
-        """One step. The requests' own fields are read, never changed."""
-        if isinstance(batch, ScheduledPrefill):
-            return self._run_prefill(batch)
-        return self._run_decode(batch)
+    def run(self, batch: ScheduledBatch, size: int) -> list[StepResult]:
+        """One step, padded to what `size` tokens (prefill) or rows (decode) of a rank need.
 
-    def _run_prefill(self, batch: ScheduledPrefill) -> list[StepResult]:
+        `size` is at least the batch's own. The requests' own fields are read, never changed. The
+        step is over when this returns, so that its failure is not taken for the next one's.
+        """
+        if isinstance(batch, ScheduledPrefill):
+            return self._run_prefill(batch, _fitting(size, self.limits.prefill_sizes))
+        return self._run_decode(batch, _fitting(size, self.limits.decode_sizes))
+
+    def _run_prefill(self, batch: ScheduledPrefill, size: int) -> list[StepResult]:
         limits = self.limits
-        longest = max(sum(c.stop - c.start for c in chunks) for chunks in batch.chunks)
-        size = _fitting(longest, limits.prefill_sizes)
         arrays = batches.empty_prefill(self.num_ranks, size, limits.chunk_pages)
         rows = np.zeros((self.num_ranks, limits.max_running), np.int32)
         sampled_rows: list[list[Request]] = [[] for _ in batch.chunks]
@@ -170,7 +179,7 @@ class Engine:
             arrays.num_pages[rank] = page
 
         hidden, self._cache = self._steps.forward(self._cache, arrays)
-        tokens = self._sample(hidden, rows, sampled_rows) if any(sampled_rows) else {}
+        tokens = self._sample(hidden, rows, sampled_rows)
         scores = None
         if (targets >= 0).any():
             scores = [np.asarray(x) for x in self._steps.score(hidden, targets)]
@@ -194,9 +203,8 @@ class Engine:
                 )
         return results
 
-    def _run_decode(self, batch: ScheduledDecode) -> list[StepResult]:
+    def _run_decode(self, batch: ScheduledDecode, size: int) -> list[StepResult]:
         limits = self.limits
-        size = _fitting(max(map(len, batch.requests)), limits.decode_sizes)
         arrays = batches.empty_decode(self.num_ranks, size, limits.pages_per_sequence)
         for rank, requests in enumerate(batch.requests):
             for row, request in enumerate(requests):
@@ -220,6 +228,9 @@ class Engine:
         self, hidden: jax.Array, rows: np.ndarray, requests: list[list[Request]]
     ) -> dict[Request, TokenLogprob]:
         """A token for each request from its row: `rows[rank, i]` belongs to `requests[rank][i]`."""
+        if not any(requests):
+            jax.block_until_ready(hidden)
+            return {}
         sampled = self._steps.sample(
             hidden, rows, *_sampling_arrays(rows.shape, requests, self._model.config.vocab_size)
         )

@@ -27,6 +27,7 @@ from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
+from serving.peers import Alone, Peers
 from serving.scheduler import Scheduler
 from serving.text import TextStream
 
@@ -60,8 +61,9 @@ def serve(config: ServerConfig) -> int:
         model = load(config, directory)
         limits = config.engine_limits(model.config, model.mesh.size)
         engine = make_engine(config, model, limits)
-        _warm_up(engine)
-        loop = make_loop(config, engine, tokenizer, metrics, model.config)
+        peers = Alone()
+        _warm_up(engine, peers)
+        loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
         info = ModelInfo(
             served_model_name=config.served_model_name or _model_name(config),
             model_path=config.model_path or EMBEDDED_MODEL_NAME,
@@ -133,6 +135,7 @@ def make_loop(
     tokenizer: Tokenizer,
     metrics: LoopMetrics,
     model_config: ModelConfig,
+    peers: Peers,
 ) -> ServingLoop:
     limits = engine.limits
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
@@ -141,6 +144,7 @@ def make_loop(
         Scheduler(pools, limits.scheduler_limits),
         lambda stop: TextStream(tokenizer, stop),
         metrics,
+        peers,
         eos_token_ids=model_config.eos_token_ids,
         max_queued=config.max_queued_requests,
     )
@@ -170,13 +174,13 @@ def _listening_socket(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, peers: Peers) -> None:
     started = time.monotonic()
 
     def progress(what: str, index: int, total: int) -> None:
         logger.info("warm-up %d/%d: %s", index + 1, total, what)
 
-    engine.warmup(progress)
+    engine.warmup(peers, progress)
     logger.info("warm-up took %.1f s", time.monotonic() - started)
 
 

@@ -4,9 +4,14 @@ Commands (submit, abort, flush) cross to the thread through one queue and are ca
 steps, so a cancelled request is gone within one step. Everything behind that queue, scheduler,
 engine and requests alike, is touched by the loop's thread only.
 
+The loops of a group's members go in lockstep: before each step all propose what they could do and
+`serving.lockstep` decides for all. A member without work takes part with an empty batch. What
+changes the group, the end, an empty cache, a mended failure, is decided in the same way.
+
     submit -> waiting -> prefill chunks -> decode steps -> last Output
 """
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -17,9 +22,11 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from serving.engine import Engine, StepResult
+from serving.lockstep import Decision, Proposal, decide
 from serving.metrics import LoopMetrics
+from serving.peers import Peers
 from serving.request import FinishReason, Output, Phase, Request, TokenLogprob
-from serving.scheduler import ScheduledBatch, Scheduler
+from serving.scheduler import ScheduledBatch, Scheduler, StepPhase
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +74,7 @@ class ServingLoop:
         scheduler: Scheduler,
         make_text: Callable[[tuple[str, ...]], Text],
         metrics: LoopMetrics,
+        peers: Peers,
         *,
         eos_token_ids: tuple[int, ...],
         max_queued: int,
@@ -75,6 +83,7 @@ class ServingLoop:
         self._scheduler = scheduler
         self._make_text = make_text
         self._metrics = metrics
+        self._peers = peers
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_queued = max_queued
         self._active: dict[str, _Active] = {}
@@ -87,12 +96,24 @@ class ServingLoop:
         self._num_arriving = 0
         self._num_waiting = 0
         self._accepting = True
-        self._stop = False
-        self._failures = 0
         self.error: str | None = None
+        self._watcher: Callable[[], None] = lambda: None
+        # Of the loop's thread: what it will propose besides work, and what it has seen.
+        self._stop = False
+        self._flushes: list[Future[None]] = []
+        self._failure: Exception | None = None
+        self._failures = 0
+        self._last_phase: StepPhase | None = None
 
     def start(self) -> None:
         self._thread.start()
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call this on the loop's thread whenever the properties or `error` may have changed.
+
+        It must not block. To be set before `start`.
+        """
+        self._watcher = watcher
 
     @property
     def num_waiting(self) -> int:
@@ -129,14 +150,14 @@ class ServingLoop:
             self._num_arriving += len(requests)
             now = time.monotonic()
             # Inside the lock, so that a dying loop finds every accepted request in its queue.
-            self._commands.put(lambda: self._add(requests, now))
+            self._command(lambda: self._add(requests, now))
 
     def abort(self, rid: str) -> bool:
         """End this request within one step; False when there is none of this id."""
         with self._lock:
             known = rid in self._rids
         if known:
-            self._commands.put(lambda: self._abort(rid))
+            self._command(lambda: self._abort(rid))
         return known
 
     def abort_all(self) -> int:
@@ -144,46 +165,74 @@ class ServingLoop:
         with self._lock:
             rids = list(self._rids)
         for rid in rids:
-            self._commands.put(lambda rid=rid: self._abort(rid))
+            self._command(lambda rid=rid: self._abort(rid))
         return len(rids)
 
     def flush_cache(self) -> None:
-        """Forget everything cached. Raises RuntimeError while any request is served."""
-        if self.error is not None:
-            raise RuntimeError(f"the serving loop has stopped: {self.error}")
+        """Forget everything cached, on all members. Raises RuntimeError while any serves a
+        request."""
         done: Future[None] = Future()
-        self._commands.put(lambda: _resolve(done, self._flush))
+        with self._lock:
+            if self.error is not None:
+                raise RuntimeError(f"the serving loop has stopped: {self.error}")
+            if not self._accepting:
+                raise RuntimeError("the server is shutting down")
+            self._command(lambda: self._flushes.append(done))
         done.result(timeout=60)
 
     def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Take no more requests; those under way may finish for this many seconds."""
+        """Take no more requests; those under way may finish for this many seconds.
+
+        Returns when all members have been asked to shut down, or the loop has died.
+        """
         with self._lock:
             self._accepting = False
         deadline = time.monotonic() + drain_timeout
         while self._rids and self.error is None and time.monotonic() < deadline:
             time.sleep(0.02)
         self.abort_all()
-        self._commands.put(self._request_stop)
+        self._command(self._request_stop)
         if self._thread.is_alive():
             self._thread.join()
+
+    def abandon(self, reason: str) -> None:
+        """Let the loop die before its next step, without the other members' consent."""
+        self._command(lambda: _raise(RuntimeError(reason)))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._peers.wake()
 
     # Everything below runs on the loop's thread.
 
     def _run(self) -> None:
         try:
-            while not self._stop:
-                self._take_commands()
-                self._step()
+            while self._advance():
+                pass
         except Exception as error:
             logger.exception("the serving loop died")
             self._die(f"{type(error).__name__}: {error}")
 
-    def _take_commands(self) -> None:
-        """Carry out what has been asked for; wait for something when there is nothing to do."""
-        if not self._active:
+    def _advance(self) -> bool:
+        """Do what all members decide on next; False when that is to stop."""
+        self._take_commands()
+        decision = self._decide()
+        if decision.recover:
+            self._recover()
+            return True
+        if decision.flush:
+            self._flush(decision.num_active)
+        if decision.phase is not None:
+            self._step(decision.phase, decision.size)
+        elif decision.stop:
+            return False
+        else:
             self._scheduler.check_integrity()
             self._publish()
-            self._commands.get()()
+            self._peers.wait()
+        return True
+
+    def _take_commands(self) -> None:
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -191,16 +240,28 @@ class ServingLoop:
                 return
             command()
 
-    def _step(self) -> None:
-        batch = self._scheduler.next()
+    def _decide(self) -> Decision:
+        work = self._scheduler.propose()
+        mine = Proposal(
+            work.prefill_tokens,
+            work.decode_rows,
+            num_active=len(self._active),
+            stop=int(self._stop),
+            flush=int(bool(self._flushes)),
+            failed=int(self._failure is not None),
+        )
+        proposals = [Proposal(*values) for values in self._peers.agree(mine)]
+        return decide(proposals, self._last_phase)
+
+    def _step(self, phase: StepPhase, size: int) -> None:
+        self._last_phase = phase
+        batch = self._scheduler.next(phase)
         self._publish()
-        if batch is None:
-            return
         started = time.monotonic()
         try:
-            results = self._engine.run(batch)
+            results = self._engine.run(batch, size)
         except Exception as error:
-            self._recover(batch, error)
+            self._fail(batch, error)
             return
         self._failures = 0
         now = time.monotonic()
@@ -301,30 +362,47 @@ class ServingLoop:
         with self._lock:
             self._num_waiting = len(self._scheduler.waiting)
         self._metrics.observe_state(self._scheduler)
+        self._watcher()
 
-    def _flush(self) -> None:
-        if self._active:
-            raise RuntimeError(f"{len(self._active)} requests are being served")
-        self._scheduler.check_integrity()
-        self._engine.reset_cache()
+    def _flush(self, num_active: int) -> None:
+        """What all members do when one has been asked for it; `num_active` is of all of them."""
+        flushes, self._flushes = self._flushes, []
+        error = None
+        if num_active:
+            error = RuntimeError(f"{num_active} requests are being served")
+        else:
+            self._scheduler.check_integrity()
+            self._engine.reset_cache()
+        for flush in flushes:
+            if error is None:
+                flush.set_result(None)
+            else:
+                flush.set_exception(error)
 
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _recover(self, batch: ScheduledBatch, error: Exception) -> None:
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """After a failed step: fail its requests, recompute the others, since the cache that was
         donated to the step is gone."""
-        self._failures += 1
         logger.exception("a step failed")
+        self._failure = error
+        self._failures += 1
         message = f"{type(error).__name__}: {error}"
         for request in batch.all_requests:
             self._finish(self._active[request.rid], Output(finish_reason="error", error=message))
         for running in self._scheduler.running:
             for request in list(running):
                 self._scheduler.retract(request)
+
+    def _recover(self) -> None:
+        """After a step that failed on any member, on all of them."""
+        failure, self._failure = self._failure, None
         if self._failures >= MAX_CONSECUTIVE_FAILURES:
-            raise RuntimeError(f"{self._failures} steps in a row failed") from error
-        self._engine.reset_cache()
+            raise RuntimeError(f"{self._failures} steps in a row failed") from failure
+        self._peers.recover()
+        if failure is not None:
+            self._engine.reset_cache()
 
     def _die(self, reason: str) -> None:
         """Nothing more will be served; every request hears of it."""
@@ -333,12 +411,16 @@ class ServingLoop:
             self._accepting = False
             self._rids.clear()
         while not self._commands.empty():
-            self._commands.get()()
+            with contextlib.suppress(Exception):  # it is dead already
+                self._commands.get()()
         for active in self._active.values():
             _deliver(active.request, Output(finish_reason="error", error=reason))
         self._active.clear()
+        for flush in self._flushes:
+            flush.set_exception(RuntimeError(f"the serving loop has stopped: {reason}"))
         with self._lock:
             self._num_waiting = 0
+        self._watcher()
 
 
 def _deliver(request: Request, output: Output) -> None:
@@ -349,10 +431,5 @@ def _deliver(request: Request, output: Output) -> None:
         logger.exception("the sink of request %s failed", request.rid)
 
 
-def _resolve(future: Future[None], call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+def _raise(error: Exception) -> None:
+    raise error

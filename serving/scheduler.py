@@ -1,9 +1,9 @@
 """What the next step computes. Host logic over lengths and pages; never sees an array.
 
 A step is either a prefill of chunks of prompts or a decode of one token for every request that is
-past its prompt, on all ranks at once (dispatch is collective, so the ranks share a phase). Prompts
-have priority, but a decode step follows each prefill step as long as anything decodes: no stream
-waits longer than one chunk.
+past its prompt, on all ranks at once (dispatch is collective, so the ranks share a phase). The
+scheduler says what it could do in either phase and then makes the batch of the one it is told; the
+choice, `serving.lockstep`, is one for all members of a group.
 
 Requests are admitted in order of arrival to the rank with the least to do. When a rank runs out of
 pages, its youngest request gives its pages back and waits at the front of the queue; its tokens
@@ -11,10 +11,16 @@ are kept and prefilled again, so its answer is the same.
 """
 
 import dataclasses
+import enum
 from collections import deque
 
 from serving.pages import PagePool
 from serving.request import Phase, Request
+
+
+class StepPhase(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +76,47 @@ class ScheduledDecode:
 ScheduledBatch = ScheduledPrefill | ScheduledDecode
 
 
-class _RankChunks:
-    """The chunks of one rank's part of a prefill step, within its limits."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the next step could be: tokens of a prefill and rows of a decode, of the fullest rank.
 
-    def __init__(self, limits: Limits, pool: PagePool):
+    0 is nothing. A decode may turn out smaller, since it can run out of pages.
+    """
+
+    prefill_tokens: int
+    decode_rows: int
+
+
+class _RankPrefill:
+    """One rank's part of a prefill step, within its limits. A plan: it changes no request."""
+
+    def __init__(self, limits: Limits, pool: PagePool, running: list[Request]):
         self.chunks: list[Chunk] = []
+        self.admitted: list[Request] = []
         self.num_tokens = 0
+        self.num_running = len(running)
+        self.num_free = pool.num_free
         self._num_pages = 0
         self._limits = limits
         self._pool = pool
+        for request in running:
+            if request.phase is Phase.PREFILL:
+                self.add(request)
 
-    def has_room(self, request: Request) -> bool:
-        return self._next_stop(request) > request.num_computed
+    def can_admit(self, request: Request) -> bool:
+        # A page in reserve for each running request, or admission would only cause retraction.
+        needed = self._pool.pages_for(request.num_tokens) + self.num_running
+        return (
+            self.num_running < self._limits.max_running
+            and needed <= self.num_free
+            and self._next_stop(request) > request.num_computed
+        )
+
+    def admit(self, request: Request) -> None:
+        self.admitted.append(request)
+        self.num_running += 1
+        self.num_free -= self._pool.pages_for(request.num_tokens)
+        self.add(request)
 
     def add(self, request: Request) -> None:
         """The next chunk of the request, as much of it as there is room for."""
@@ -105,7 +140,7 @@ class Scheduler:
         self.num_retracted = 0
         self._pools = pools
         self._limits = limits
-        self._decode_is_due = False
+        self._planned: list[_RankPrefill] = []
 
     @property
     def num_running(self) -> int:
@@ -120,15 +155,27 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next(self) -> ScheduledBatch | None:
-        """The next step, or None when there is nothing to do."""
-        if self._decode_is_due and (batch := self._next_decode()):
-            self._decode_is_due = False
-            return batch
-        if batch := self._next_prefill():
-            self._decode_is_due = True
-            return batch
-        return self._next_decode()
+    def propose(self) -> Work:
+        """What `next` could give now; nothing is admitted yet."""
+        self._planned = self._plan_prefill()
+        return Work(
+            prefill_tokens=max(plan.num_tokens for plan in self._planned),
+            decode_rows=max(map(len, self._decoding())),
+        )
+
+    def next(self, phase: StepPhase) -> ScheduledBatch:
+        """The batch of a step of this phase, as just proposed; empty when there was no such work.
+
+        Requests are admitted, or retracted, for it.
+        """
+        if phase is StepPhase.DECODE:
+            return self._next_decode()
+        planned, self._planned = self._planned, []
+        assert planned, "propose comes first"
+        for rank, plan in enumerate(planned):
+            for request in plan.admitted:
+                self._admit(request, rank)
+        return ScheduledPrefill([plan.chunks for plan in planned])
 
     def remove(self, request: Request, phase: Phase) -> None:
         """Take a request out for good, its pages with it."""
@@ -161,60 +208,34 @@ class Scheduler:
         self._pools[request.rank].free(request.pages)
         request.pages, request.rank = [], -1
 
-    def _next_prefill(self) -> ScheduledPrefill | None:
-        builders = [_RankChunks(self._limits, pool) for pool in self._pools]
-        for rank, requests in enumerate(self.running):
-            for request in requests:
-                if request.phase is Phase.PREFILL:
-                    builders[rank].add(request)
-        while self.waiting:
-            request = self.waiting[0]
-            rank = self._rank_for(request, builders)
-            if rank is None:
+    def _plan_prefill(self) -> list[_RankPrefill]:
+        plans = [
+            _RankPrefill(self._limits, pool, running)
+            for pool, running in zip(self._pools, self.running, strict=True)
+        ]
+        for request in self.waiting:
+            able = [plan for plan in plans if plan.can_admit(request)]
+            if not able:
                 break
-            self.waiting.popleft()
-            self._admit(request, rank)
-            builders[rank].add(request)
-        chunks = [builder.chunks for builder in builders]
-        return ScheduledPrefill(chunks) if any(chunks) else None
-
-    def _rank_for(self, request: Request, builders: list[_RankChunks]) -> int | None:
-        """The rank with the least to do among those that can take the request now."""
-
-        def can_take(rank: int) -> bool:
-            running, pool = self.running[rank], self._pools[rank]
-            # A page in reserve for each running request, or admission would only cause retraction.
-            reserve = len(running)
-            return (
-                len(running) < self._limits.max_running
-                and pool.pages_for(request.num_tokens) + reserve <= pool.num_free
-                and builders[rank].has_room(request)
-            )
-
-        able = [rank for rank in range(len(self._pools)) if can_take(rank)]
-        if not able:
-            return None
-        return min(
-            able,
-            key=lambda rank: (
-                builders[rank].num_tokens,
-                len(self.running[rank]),
-                -self._pools[rank].num_free,
-            ),
-        )
+            least = min(able, key=lambda plan: (plan.num_tokens, plan.num_running, -plan.num_free))
+            least.admit(request)
+        return plans
 
     def _admit(self, request: Request, rank: int) -> None:
         pool = self._pools[rank]
+        self.waiting.remove(request)
         request.rank = rank
         request.pages = pool.allocate(pool.pages_for(request.num_tokens))
         request.move_to(Phase.PREFILL)
         self.running[rank].append(request)
 
-    def _next_decode(self) -> ScheduledDecode | None:
+    def _decoding(self) -> list[list[Request]]:
+        return [[r for r in running if r.phase is Phase.DECODE] for running in self.running]
+
+    def _next_decode(self) -> ScheduledDecode:
         for rank in range(len(self._pools)):
             self._grow(rank)
-        requests = [[r for r in running if r.phase is Phase.DECODE] for running in self.running]
-        return ScheduledDecode(requests) if any(requests) else None
+        return ScheduledDecode(self._decoding())
 
     def _grow(self, rank: int) -> None:
         """Give each decoding request of the rank the page its next token needs."""

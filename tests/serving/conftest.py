@@ -16,6 +16,7 @@ from serving.engine import Engine, EngineLimits
 from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
+from serving.peers import Alone
 from serving.request import Output, Request, SamplingParams
 from serving.scheduler import Scheduler
 
@@ -112,7 +113,7 @@ def engine(tiny_model: ShardedModel) -> Engine:
         max_dispatch_tokens_per_rank=128,
     )
     engine = Engine(tiny_model, LIMITS, prefill=prefill, decode=decode)
-    engine.warmup()
+    engine.warmup(Alone())
     return engine
 
 
@@ -123,7 +124,9 @@ def client(engine: Engine, compilations: CompilationCounter) -> Iterator[Client]
     metrics = LoopMetrics(registry, compilations)
     pools = [PagePool(LIMITS.num_pages, LIMITS.page_size) for _ in range(engine.num_ranks)]
     scheduler = Scheduler(pools, LIMITS.scheduler_limits)
-    loop = ServingLoop(engine, scheduler, NumberText, metrics, eos_token_ids=(1,), max_queued=100)
+    loop = ServingLoop(
+        engine, scheduler, NumberText, metrics, Alone(), eos_token_ids=(1,), max_queued=100
+    )
     metrics.mark_ready()
     loop.start()
     client = Client(loop, registry)

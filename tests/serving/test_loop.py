@@ -176,11 +176,11 @@ def test_a_failed_step_fails_its_requests_and_nothing_else(client, engine, monke
     expected = [client.run([prompt], [GREEDY])[0].token_ids for prompt in prompts]
     real, calls = engine.run, []
 
-    def fail_once(batch):
+    def fail_once(batch, size):
         calls.append(batch)
         if len(calls) == 3:
             raise RuntimeError("injected")
-        return real(batch)
+        return real(batch, size)
 
     monkeypatch.setattr(engine, "run", fail_once)
     first = client.submit(prompts[:3], [GREEDY] * 3)
@@ -197,7 +197,7 @@ def test_a_failed_step_fails_its_requests_and_nothing_else(client, engine, monke
 
 
 def test_a_loop_that_keeps_failing_dies_and_says_so(client, engine, monkeypatch):
-    def fail(batch):
+    def fail(batch, size):
         raise RuntimeError("injected")
 
     monkeypatch.setattr(engine, "run", fail)

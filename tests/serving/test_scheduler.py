@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.lockstep import Proposal, decide
 from serving.pages import PagePool
 from serving.request import Phase, Request, SamplingParams
-from serving.scheduler import Limits, ScheduledDecode, ScheduledPrefill, Scheduler
+from serving.scheduler import (
+    Limits,
+    ScheduledBatch,
+    ScheduledDecode,
+    ScheduledPrefill,
+    Scheduler,
+    StepPhase,
+)
 
 
 PAGE = 4
@@ -38,17 +46,34 @@ class World:
         self.pools = [PagePool(self.num_pages, PAGE) for _ in range(self.num_ranks)]
         self.scheduler = Scheduler(self.pools, self.limits)
         self.done: list[Request] = []
-        self.steps: list[str] = []
+        self.steps: list[StepPhase] = []
+
+    def next(self) -> ScheduledBatch | None:
+        """As a group of one member decides it."""
+        work = self.scheduler.propose()
+        proposal = Proposal(work.prefill_tokens, work.decode_rows)
+        decision = decide([proposal], self.steps[-1] if self.steps else None)
+        if decision.phase is None:
+            return None
+        self.steps.append(decision.phase)
+        batch = self.scheduler.next(decision.phase)
+        if isinstance(batch, ScheduledPrefill):
+            assert decision.phase is StepPhase.PREFILL
+            fullest = max(sum(c.stop - c.start for c in chunks) for chunks in batch.chunks)
+            assert fullest == decision.size
+        else:
+            assert decision.phase is StepPhase.DECODE
+            assert max(map(len, batch.requests)) <= decision.size
+        assert batch.all_requests
+        return batch
 
     def step(self) -> bool:
-        batch = self.scheduler.next()
+        batch = self.next()
         if batch is None:
             return False
         if isinstance(batch, ScheduledPrefill):
-            self.steps.append("prefill")
             self.run_prefill(batch)
         else:
-            self.steps.append("decode")
             self.run_decode(batch)
         self.scheduler.check_integrity()
         return True
@@ -137,7 +162,8 @@ def test_prefill_has_priority_and_decode_follows_each_chunk():
     world.scheduler.add(make_request("long", 12, 1))
     for _ in range(6):
         world.step()
-    assert world.steps == ["prefill", "decode", "prefill", "decode", "prefill", "decode", "prefill"]
+    prefill, decode = StepPhase.PREFILL, StepPhase.DECODE
+    assert world.steps == [prefill, decode, prefill, decode, prefill, decode, prefill]
 
 
 def test_requests_go_to_the_rank_with_the_least_to_do():
@@ -153,7 +179,7 @@ def test_several_prompts_share_a_chunk():
     world = World(num_ranks=1, chunk_tokens=8, num_pages=20)
     for i in range(3):
         world.scheduler.add(make_request(str(i), 3, 2))
-    batch = world.scheduler.next()
+    batch = world.next()
     assert isinstance(batch, ScheduledPrefill)
     assert [(c.start, c.stop) for c in batch.chunks[0]] == [(0, 3), (0, 3), (0, 2)]
 
@@ -191,3 +217,28 @@ def test_an_illegal_phase_change_is_caught():
     request = make_request("a", 1, 1)
     with pytest.raises(RuntimeError, match="request a cannot go from"):
         request.move_to(Phase.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("proposals", "last", "phase", "size"),
+    [
+        ([(0, 0), (0, 0)], None, None, 0),
+        ([(5, 0), (9, 3)], None, StepPhase.PREFILL, 9),
+        ([(5, 0), (9, 3)], StepPhase.DECODE, StepPhase.PREFILL, 9),
+        ([(5, 0), (9, 3)], StepPhase.PREFILL, StepPhase.DECODE, 3),
+        ([(5, 0), (9, 0)], StepPhase.PREFILL, StepPhase.PREFILL, 9),
+        ([(0, 1), (0, 0)], StepPhase.DECODE, StepPhase.DECODE, 1),
+    ],
+)
+def test_members_decide_on_one_phase_and_size(proposals, last, phase, size):
+    for order in (proposals, proposals[::-1]):
+        decision = decide([Proposal(*work) for work in order], last)
+        assert (decision.phase, decision.size) == (phase, size)
+
+
+def test_one_member_can_ask_for_anything_but_the_end():
+    busy = Proposal(num_active=2, flush=1, stop=1)
+    decision = decide([busy, Proposal(num_active=1, failed=1)], None)
+    assert (decision.flush, decision.recover, decision.stop) == (True, True, False)
+    assert decision.num_active == 3
+    assert decide([busy, busy], None).stop

@@ -1,0 +1,73 @@
+"""What the members of a group do next, all of them the same.
+
+Each member proposes what it could do; `decide` makes one decision of all proposals and of what the
+decisions before have led to, which is the same on every member. Pure; no member asks another.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from serving.scheduler import StepPhase
+
+
+class Proposal(NamedTuple):
+    """What one member brings to a decision, as integers.
+
+    Attributes:
+      prefill_tokens, decode_rows: of its fullest rank, if the step were of that phase.
+      num_active: requests in its hands, waiting ones included.
+      stop: it has been asked to shut down and needs no more steps.
+      flush: it has been asked to empty the cache.
+      failed: its last step failed.
+    """
+
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    num_active: int = 0
+    stop: int = 0
+    flush: int = 0
+    failed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What all members do now.
+
+    Attributes:
+      phase: the step to take, None when nobody has work.
+      size: prefill tokens or decode rows of the fullest rank of all members.
+      num_active: requests in the hands of all members.
+      stop: every member wants to; this is the end.
+      flush: some member asks for an empty cache; possible when `num_active` is 0.
+      recover: some member's last step failed. Nothing else is done before that is mended.
+    """
+
+    phase: StepPhase | None
+    size: int
+    num_active: int
+    stop: bool
+    flush: bool
+    recover: bool
+
+
+def decide(proposals: Sequence[Proposal], last_phase: StepPhase | None) -> Decision:
+    """`last_phase` is that of the last step taken, None before the first.
+
+    Prompts have priority, but a decode step follows each prefill step as long as anyone decodes.
+    """
+    tokens = max(proposal.prefill_tokens for proposal in proposals)
+    rows = max(proposal.decode_rows for proposal in proposals)
+    phase, size = None, 0
+    if rows and (last_phase is StepPhase.PREFILL or not tokens):
+        phase, size = StepPhase.DECODE, rows
+    elif tokens:
+        phase, size = StepPhase.PREFILL, tokens
+    return Decision(
+        phase,
+        size,
+        num_active=sum(proposal.num_active for proposal in proposals),
+        stop=all(proposal.stop for proposal in proposals),
+        flush=any(proposal.flush for proposal in proposals),
+        recover=any(proposal.failed for proposal in proposals),
+    )
