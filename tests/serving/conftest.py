@@ -1,8 +1,10 @@
 """A small model served by a real engine and loop, compiled once for all tests of this folder."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,7 +18,7 @@ from serving.engine import Engine, EngineLimits
 from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
-from serving.peers import Alone
+from serving.peers import Alone, Peers
 from serving.request import Output, Request, SamplingParams
 from serving.scheduler import Scheduler
 
@@ -41,10 +43,15 @@ class NumberText:
 class Client:
     """Submits requests to a loop and collects what comes back."""
 
-    def __init__(self, loop: ServingLoop, registry: CollectorRegistry):
+    def __init__(self, loop: ServingLoop, registry: CollectorRegistry, pools: list[PagePool]):
         self.loop = loop
         self.registry = registry
+        self._pools = pools
         self._count = 0
+
+    def check_free(self) -> None:
+        assert all(pool.num_free == pool.num_usable for pool in self._pools)
+        assert self.loop.num_waiting == self.loop.num_running == 0
 
     def submit(self, prompts: list[list[int]], params: list[SamplingParams]) -> "list[Answer]":
         answers = []
@@ -92,46 +99,189 @@ class Answer:
         return self.outputs[-1].finish_reason
 
 
+class ThreadGroup:
+    """Members that are threads of this process. `kill` makes one die for the others."""
+
+    def __init__(self, num_members: int):
+        self.condition = threading.Condition()
+        self.proposals: dict[int, tuple[int, ...]] = {}
+        self.decided: list[tuple[int, ...]] = []
+        self.round = 0
+        self.awake = [False] * num_members
+        self.dead: int | None = None
+        self.num_recoveries = [0] * num_members
+        self.members = [ThreadPeers(self, member) for member in range(num_members)]
+
+    def kill(self, member: int) -> None:
+        with self.condition:
+            self.dead = member
+            self.condition.notify_all()
+
+
+class ThreadPeers:
+    """One member's view of a `ThreadGroup`."""
+
+    def __init__(self, group: ThreadGroup, member: int):
+        self.member = member
+        self._group = group
+
+    @property
+    def num_members(self) -> int:
+        return len(self._group.members)
+
+    def agree(self, proposal: Sequence[int]) -> list[tuple[int, ...]]:
+        group = self._group
+        with group.condition:
+            this_round = group.round
+            group.proposals[self.member] = tuple(proposal)
+            if len(group.proposals) == self.num_members:
+                group.decided = [group.proposals[k] for k in range(self.num_members)]
+                group.proposals = {}
+                group.round += 1
+            group.condition.notify_all()
+            group.condition.wait_for(
+                lambda: group.round != this_round or group.dead is not None, timeout=120
+            )
+            if group.round == this_round:
+                raise RuntimeError(f"member {group.dead} is gone")
+            return group.decided
+
+    def wait(self) -> None:
+        group = self._group
+        with group.condition:
+            group.condition.wait_for(
+                lambda: group.awake[self.member] or group.proposals or group.dead is not None
+            )
+            group.awake[self.member] = False
+
+    def wake(self) -> None:
+        with self._group.condition:
+            self._group.awake[self.member] = True
+            self._group.condition.notify_all()
+
+    def recover(self) -> None:
+        self._group.num_recoveries[self.member] += 1
+        self.agree(())
+
+
+@pytest.fixture
+def thread_group() -> ThreadGroup:
+    return ThreadGroup(2)
+
+
 @pytest.fixture(scope="session")
 def compilations() -> CompilationCounter:
     return CompilationCounter()
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ShardedModel:
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     write_random_checkpoint(directory, RANDOM_CONFIGS["tiny"], seed=1, dtype="float32")
-    return load_model(directory, sharding.make_mesh(4), dtype=jnp.float32)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_checkpoint: Path) -> ShardedModel:
+    return load_model(tiny_checkpoint, sharding.make_mesh(4), dtype=jnp.float32)
+
+
+def make_engine(model: ShardedModel) -> Engine:
+    prefill, decode = make_plans(
+        "auto",
+        ep_size=model.mesh.size,
+        slots_per_rank=model.slots_per_rank,
+        max_dispatch_tokens_per_rank=128,
+    )
+    return Engine(model, LIMITS, prefill=prefill, decode=decode)
 
 
 @pytest.fixture(scope="session")
 def engine(tiny_model: ShardedModel) -> Engine:
-    prefill, decode = make_plans(
-        "auto",
-        ep_size=tiny_model.mesh.size,
-        slots_per_rank=tiny_model.slots_per_rank,
-        max_dispatch_tokens_per_rank=128,
-    )
-    engine = Engine(tiny_model, LIMITS, prefill=prefill, decode=decode)
+    engine = make_engine(tiny_model)
     engine.warmup(Alone())
     return engine
 
 
-@pytest.fixture
-def client(engine: Engine, compilations: CompilationCounter) -> Iterator[Client]:
-    """A running loop. When the test is over, nothing was compiled and every page is free."""
+@pytest.fixture(scope="session")
+def other_engine(tiny_checkpoint: Path) -> Engine:
+    """The same model on the other four devices. Not warmed up: it compiles what a test runs."""
+    mesh = sharding.make_mesh(4, jax.devices()[4:])
+    return make_engine(load_model(tiny_checkpoint, mesh, dtype=jnp.float32))
+
+
+def make_client(engine: Engine, compilations: CompilationCounter, peers: Peers) -> Client:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
     pools = [PagePool(LIMITS.num_pages, LIMITS.page_size) for _ in range(engine.num_ranks)]
     scheduler = Scheduler(pools, LIMITS.scheduler_limits)
     loop = ServingLoop(
-        engine, scheduler, NumberText, metrics, Alone(), eos_token_ids=(1,), max_queued=100
+        engine, scheduler, NumberText, metrics, peers, eos_token_ids=(1,), max_queued=100
     )
     metrics.mark_ready()
-    loop.start()
-    client = Client(loop, registry)
+    return Client(loop, registry, pools)
+
+
+@pytest.fixture
+def client(engine: Engine, compilations: CompilationCounter) -> Iterator[Client]:
+    """A running loop. When the test is over, nothing was compiled and every page is free."""
+    client = make_client(engine, compilations, Alone())
+    client.loop.start()
     yield client
-    loop.shutdown()
-    assert all(pool.num_free == pool.num_usable for pool in pools)
-    assert loop.num_waiting == loop.num_running == 0
+    client.loop.shutdown()
+    client.check_free()
     assert client.metric("compilations_after_ready") == 0
+
+
+@pytest.fixture
+def clients(
+    engine: Engine,
+    other_engine: Engine,
+    compilations: CompilationCounter,
+    thread_group: ThreadGroup,
+) -> Iterator[list[Client]]:
+    """The running loops of a group's two members. When the test is over, every page is free, unless
+    a member was killed."""
+    clients = [
+        make_client(member_engine, compilations, peers)
+        for member_engine, peers in zip((engine, other_engine), thread_group.members, strict=True)
+    ]
+    for client in clients:
+        client.loop.start()
+    yield clients
+    shut_down([client.loop for client in clients])
+    if thread_group.dead is None:
+        for client in clients:
+            client.check_free()
+
+
+@pytest.fixture
+def lone_tokens(
+    engine: Engine, compilations: CompilationCounter
+) -> Callable[[list[list[int]], SamplingParams], list[list[int]]]:
+    """What one loop alone answers to these prompts."""
+
+    def answer(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        client = make_client(engine, compilations, Alone())
+        client.loop.start()
+        try:
+            return [answer.token_ids for answer in client.run(prompts, [params] * len(prompts))]
+        finally:
+            client.loop.shutdown()
+
+    return answer
+
+
+def shut_down(loops: Sequence[ServingLoop], drain_timeout: float = 0.0) -> None:
+    """All at a time: each waits for the others."""
+    threads = [threading.Thread(target=loop.shutdown, args=(drain_timeout,)) for loop in loops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a loop does not stop"
+
+
+@pytest.fixture(name="shut_down")
+def _shut_down() -> Callable[..., None]:
+    return shut_down
