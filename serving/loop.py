@@ -195,9 +195,14 @@ class ServingLoop:
         if self._thread.is_alive():
             self._thread.join()
 
-    def abandon(self, reason: str) -> None:
-        """Let the loop die before its next step, without the other members' consent."""
+    def abandon(self, reason: str, timeout: float = 0.0) -> None:
+        """Let the loop die before its next step, without the other members' consent.
+
+        Waits for that at most `timeout` seconds.
+        """
         self._command(lambda: _raise(RuntimeError(reason)))
+        if self._thread.is_alive() and timeout:
+            self._thread.join(timeout)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)

@@ -1,6 +1,14 @@
-"""What the loop tells Prometheus. The HTTP layer adds its own counters to the same registry."""
+"""What the loop tells Prometheus, and how that of a group's members is shown in one place.
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+The HTTP layer adds its own counters to the registry that it shows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from jaxmoe.compilations import CompilationCounter
 from serving.scheduler import ScheduledBatch, ScheduledPrefill, Scheduler
@@ -78,3 +86,26 @@ class LoopMetrics:
         if self._compilations_when_ready is None:
             return 0
         return self._compilations.count - self._compilations_when_ready
+
+
+class GroupCollector(Collector):
+    """The metrics of all members, each sample with a label `member`.
+
+    `own` are member 0's, `ask` gives the others' in Prometheus' text format.
+    """
+
+    def __init__(self, own: CollectorRegistry, ask: Callable[[], Mapping[int, str]]):
+        self._own = own
+        self._ask = ask
+
+    def collect(self) -> Iterator[Metric]:
+        texts = {0: generate_latest(self._own).decode(), **self._ask()}
+        families: dict[str, Metric] = {}
+        for member, text in sorted(texts.items()):
+            for family in text_string_to_metric_families(text):
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for name, labels, value, *_ in family.samples:
+                    merged.add_sample(name, {"member": str(member), **labels}, value)
+        yield from families.values()

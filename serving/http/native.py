@@ -83,7 +83,9 @@ def make_router(service: Service, registry: CollectorRegistry) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        # Off the event loop: other members may be asked for theirs.
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
 

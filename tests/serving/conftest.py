@@ -14,13 +14,13 @@ from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoin
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.plan import make_plans
 from jaxmoe.step import ShardedModel
-from serving.engine import Engine, EngineLimits
+from serving.engine import Engine, EngineLimits, StepResult
 from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
-from serving.request import Output, Request, SamplingParams
-from serving.scheduler import Scheduler
+from serving.request import Output, Request, SamplingParams, TokenLogprob
+from serving.scheduler import ScheduledBatch, ScheduledDecode, Scheduler
 
 
 LIMITS = EngineLimits(max_running=4, chunk_tokens=32, context_length=128, page_size=8, num_pages=41)
@@ -43,9 +43,16 @@ class NumberText:
 class Client:
     """Submits requests to a loop and collects what comes back."""
 
-    def __init__(self, loop: ServingLoop, registry: CollectorRegistry, pools: list[PagePool]):
+    def __init__(
+        self,
+        loop: ServingLoop,
+        registry: CollectorRegistry,
+        pools: list[PagePool],
+        engine: Engine,
+    ):
         self.loop = loop
         self.registry = registry
+        self.engine = engine
         self._pools = pools
         self._count = 0
 
@@ -210,16 +217,55 @@ def other_engine(tiny_checkpoint: Path) -> Engine:
     return make_engine(load_model(tiny_checkpoint, mesh, dtype=jnp.float32))
 
 
+class StubEngine(Engine):
+    """Answers at once: each token is how many there were before it."""
+
+    def __init__(self) -> None:
+        self.num_ranks = 1
+        self.limits = EngineLimits(
+            max_running=4, chunk_tokens=32, context_length=200_000, page_size=64, num_pages=4000
+        )
+        self.entered = threading.Event()
+        """A step has begun."""
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.fails = False
+
+    def run(self, batch: ScheduledBatch, size: int) -> list[StepResult]:
+        self.entered.set()
+        assert self.may_step.wait(60)
+        if self.fails:
+            raise RuntimeError("injected")
+        if isinstance(batch, ScheduledDecode):
+            return [self._answer(r, r.num_tokens, True) for r in batch.all_requests]
+        chunks = [chunk for of_rank in batch.chunks for chunk in of_rank]
+        return [self._answer(c.request, c.stop, c.is_last) for c in chunks]
+
+    def reset_cache(self) -> None:
+        pass
+
+    def _answer(self, request: Request, num_computed: int, has_token: bool) -> StepResult:
+        token = TokenLogprob(request.num_tokens, -0.5) if has_token else None
+        return StepResult(request, num_computed, token, {})
+
+
 def make_client(engine: Engine, compilations: CompilationCounter, peers: Peers) -> Client:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
-    pools = [PagePool(LIMITS.num_pages, LIMITS.page_size) for _ in range(engine.num_ranks)]
-    scheduler = Scheduler(pools, LIMITS.scheduler_limits)
+    limits = engine.limits
+    pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
+    scheduler = Scheduler(pools, limits.scheduler_limits)
     loop = ServingLoop(
         engine, scheduler, NumberText, metrics, peers, eos_token_ids=(1,), max_queued=100
     )
     metrics.mark_ready()
-    return Client(loop, registry, pools)
+    return Client(loop, registry, pools, engine)
+
+
+@pytest.fixture
+def new_client(compilations: CompilationCounter) -> Callable[..., Client]:
+    """`new_client(peers, engine)`, by default with a stub of an engine; its loop is not started."""
+    return lambda peers, engine=None: make_client(engine or StubEngine(), compilations, peers)
 
 
 @pytest.fixture

@@ -6,16 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from jaxmoe.compilations import CompilationCounter
-from serving.engine import Engine, EngineLimits, StepResult
-from serving.loop import ServingLoop
-from serving.metrics import LoopMetrics
-from serving.pages import PagePool
+from serving.engine import Engine
 from serving.peers import Alone, Peers
-from serving.request import Output, Request, SamplingParams, TokenLogprob
-from serving.scheduler import ScheduledDecode, ScheduledPrefill, Scheduler
+from serving.request import Output, Request, SamplingParams
 
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -162,50 +156,9 @@ def test_an_abandoned_loop_dies_with_the_reason(clients, thread_group):
     thread_group.kill(0)
 
 
-LIMITS = EngineLimits(max_running=4, chunk_tokens=32, context_length=100, page_size=8, num_pages=20)
-
-
-class StubEngine(Engine):
-    """Answers every request with sevens, at once."""
-
-    def __init__(self):
-        self.limits = LIMITS
-
-    def run(self, batch: ScheduledPrefill | ScheduledDecode, size: int) -> list[StepResult]:
-        return [
-            StepResult(request, request.num_tokens, TokenLogprob(7, 0.0), {})
-            for request in batch.all_requests
-        ]
-
-    def reset_cache(self) -> None:
-        pass
-
-
-class NoText:
-    matched = None
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
-def make_stub_loop(peers: Peers) -> ServingLoop:
-    return ServingLoop(
-        StubEngine(),
-        Scheduler([PagePool(LIMITS.num_pages, LIMITS.page_size)], LIMITS.scheduler_limits),
-        lambda stop: NoText(),
-        LoopMetrics(CollectorRegistry(), CompilationCounter()),
-        peers,
-        eos_token_ids=(),
-        max_queued=10,
-    )
-
-
-def test_no_wake_up_is_lost(thread_group, shut_down):
+def test_no_wake_up_is_lost(thread_group, new_client, shut_down):
     """Requests come to idle members, to either or to both at a time, thousands of times."""
-    loops = [make_stub_loop(peers) for peers in thread_group.members]
+    loops = [new_client(peers).loop for peers in thread_group.members]
     for loop in loops:
         loop.start()
     params = dataclasses.replace(GREEDY, max_new_tokens=1)
