@@ -16,6 +16,13 @@ from serving.engine import EngineLimits
 DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
 
 
+# What a node may have its own value of, or only node rank 0 needs.
+_OF_ONE_NODE = frozenset({
+    "model_path", "served_model_name", "host", "port", "node_rank", "dist_init_addr",
+    "max_queued_requests", "drain_timeout", "compilation_cache_dir", "log_level",
+})  # fmt: skip
+
+
 def _flag(default: Any, text: str, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **options})
 
@@ -32,6 +39,11 @@ class ServerConfig:
     port: int = _flag(30000, "port to listen on; 0 picks a free one")
     ep_size: int | None = _flag(
         None, "expert-parallel ranks; default: every device, 8 virtual ones on CPU"
+    )
+    nnodes: int = _flag(1, "processes that serve together, each started with these flags")
+    node_rank: int = _flag(0, "which of them this is; 0 has the HTTP front")
+    dist_init_addr: str | None = _flag(
+        None, "HOST:PORT where node rank 0 awaits the others; in a trusted network"
     )
     dtype: str = _flag(
         "auto", "of weights and activations; auto: the checkpoint's, float32 on CPU", choices=DTYPES
@@ -69,7 +81,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "chunked_prefill_size", "page_size",
                      "max_dispatch_tokens_per_rank", "ep_size", "context_length",
-                     "max_total_tokens"):  # fmt: skip
+                     "max_total_tokens", "nnodes"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -79,9 +91,41 @@ class ServerConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"--node-rank must be between 0 and {self.nnodes - 1} with --nnodes {self.nnodes}, "
+                f"got {self.node_rank}"
+            )
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ValueError(f"--nnodes ({self.nnodes}) above 1 needs --dist-init-addr, got none")
+        if self.dist_init_addr is not None:
+            if self.nnodes == 1:
+                raise ValueError(
+                    f"--dist-init-addr is for --nnodes above 1, got {self.dist_init_addr}"
+                )
+            _parse_address(self.dist_init_addr)
+
+    @property
+    def dist_init_address(self) -> tuple[str, int]:
+        """Host and port of `dist_init_addr`, which must be set."""
+        assert self.dist_init_addr is not None, "there is one node"
+        return _parse_address(self.dist_init_addr)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The flags that must be equal on all nodes, as text.
+
+        Where a node finds its files and how it logs is its own affair.
+        """
+        values = {f"--{f.name.replace('_', '-')}": f for f in dataclasses.fields(self)}
+        return {
+            flag: str(getattr(self, field.name))
+            for flag, field in values.items()
+            if field.name not in _OF_ONE_NODE
+        }
 
     def engine_limits(self, model: ModelConfig, num_ranks: int) -> EngineLimits:
-        """The sizes of each rank's engine.
+        """The sizes of each rank's engine; `num_ranks` counts those of all nodes.
 
         Raises ValueError when they cannot hold one sequence.
         """
@@ -110,6 +154,17 @@ class ServerConfig:
             page_size=self.page_size,
             num_pages=pages + 1,
         )
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    """Of HOST:PORT, an IPv6 host in brackets."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        raise ValueError(
+            f"--dist-init-addr must be HOST:PORT with a port between 1 and 65535, got {text}"
+        )
+    return host, int(port)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

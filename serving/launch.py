@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(config: ServerConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
+    if config.nnodes > 1:
+        raise ValueError(
+            f"--nnodes must be 1: no group of processes is set up, got {config.nnodes}"
+        )
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -137,6 +142,7 @@ def make_loop(
     model_config: ModelConfig,
     peers: Peers,
 ) -> ServingLoop:
+    """This member's loop. With several nodes their front bounds the queue, so its loops do not."""
     limits = engine.limits
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
     return ServingLoop(
@@ -146,7 +152,7 @@ def make_loop(
         metrics,
         peers,
         eos_token_ids=model_config.eos_token_ids,
-        max_queued=config.max_queued_requests,
+        max_queued=config.max_queued_requests if config.nnodes == 1 else sys.maxsize,
     )
 
 
