@@ -218,6 +218,16 @@ EpGroup::~EpGroup() {
   stop_ = true;
   Ring(options_.member);
   progress_thread_.join();
+  std::list<std::shared_ptr<Pending>> left;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    left.swap(pending_);
+  }
+  for (const auto& pending : left) {
+    HandOver(pending->operation.rank, [pending] {
+      pending->operation.done("the expert-parallel group was left while an exchange was under way");
+    });
+  }
   workers_.clear();
   Leave();
 }

@@ -39,7 +39,8 @@ struct Sent {
   int64_t num_bytes() const { return row(num_tokens) - reinterpret_cast<const char*>(this); }
 };
 
-// A handler's group and rank, or what is wrong.
+// A handler's group and rank, or what is wrong. What is handed to the group must not own it: the
+// group's own threads would end it.
 struct Place {
   std::shared_ptr<EpGroup> group;
   int64_t rank = -1;
@@ -100,7 +101,7 @@ Future DispatchStart(int32_t device, AnyBuffer x, Int32s<2> topk_idx, Floats<2> 
                      bool by_expert, Out<Int32s<1>> token) {
   Place place(device, channel);
   if (!place.error.empty()) return Failed(place.error);
-  auto group = place.group;
+  EpGroup* group = place.group.get();
   const auto xs = x.dimensions(), is = topk_idx.dimensions();
   if (xs.size() != 2 || is[0] != xs[0] || weights.dimensions()[0] != is[0] ||
       weights.dimensions()[1] != is[1]) {
@@ -192,7 +193,7 @@ Future NormalDispatchFinish(int32_t device, Int32s<1> token, int64_t channel,
                             Out<Int32s<1>> source) {
   Place place(device, channel);
   if (!place.error.empty()) return Failed(place.error);
-  auto group = place.group;
+  EpGroup* group = place.group.get();
   (void)token;  // only orders the calls
   const int64_t rank = place.rank, num_ranks = group->options().max_ranks;
   const int64_t max_rows = source->dimensions()[0], top_k = group_idx->dimensions()[1];
@@ -245,7 +246,7 @@ Future LowLatencyDispatchFinish(int32_t device, Int32s<1> token, int64_t channel
                                 Out<Int32s<1>> counts, Out<Int32s<2>> source) {
   Place place(device, channel);
   if (!place.error.empty()) return Failed(place.error);
-  auto group = place.group;
+  EpGroup* group = place.group.get();
   (void)token;  // only orders the calls
   const int64_t rank = place.rank;
   const int64_t num_slots = x->dimensions()[0], capacity = x->dimensions()[1];
@@ -296,7 +297,7 @@ Future CombineStart(int32_t device, AnyBuffer rows, AnyBuffer source, int64_t ch
                     int64_t rows_per_rank, bool by_expert, Out<Int32s<1>> token) {
   Place place(device, channel);
   if (!place.error.empty()) return Failed(place.error);
-  auto group = place.group;
+  EpGroup* group = place.group.get();
   const int64_t rank = place.rank, row_bytes = RowBytes(rows);
   const int64_t num_rows = static_cast<int64_t>(source.element_count());
   if (static_cast<int64_t>(rows.size_bytes()) != num_rows * row_bytes ||
@@ -393,7 +394,7 @@ Future CombineFinish(int32_t device, Int32s<1> token, Int32s<2> topk_idx, Floats
   if (type != DataType::F32 && type != DataType::BF16) {
     return Failed("combine: dtype must be float32 or bfloat16");
   }
-  auto group = place.group;
+  EpGroup* group = place.group.get();
   (void)token;  // only orders the calls
   const int64_t rank = place.rank;
   const Totals totals = {topk_idx.typed_data(),   weights.typed_data(),
