@@ -70,7 +70,7 @@ class EpSpec:
     low_latency_tokens: int = 0
     itemsize: int = 2
     num_micro_batches: int = 1
-    timeout: float = 30.0
+    timeout: float = 120.0
     link: Link | None = None
 
     def __post_init__(self) -> None:

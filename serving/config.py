@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.plan import DEEPEP_MODES, DTYPES, QUANTIZATION_HELP, QUANTIZATIONS
+from jaxmoe.plan import (
+    DEEPEP_MODES,
+    DTYPES,
+    MOE_A2A_BACKENDS,
+    QUANTIZATION_HELP,
+    QUANTIZATIONS,
+)
 from serving.engine import EngineLimits
 
 
@@ -38,7 +44,12 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on")
     port: int = _flag(30000, "port to listen on; 0 picks a free one")
     ep_size: int | None = _flag(
-        None, "expert-parallel ranks; default: every device, 8 virtual ones on CPU"
+        None, "expert-parallel ranks of all nodes; default: every device, 8 virtual ones on CPU"
+    )
+    moe_a2a_backend: str | None = _flag(
+        None,
+        "who moves tokens to their experts; default: reference, with several nodes loopback",
+        choices=MOE_A2A_BACKENDS,
     )
     nnodes: int = _flag(1, "processes that serve together, each started with these flags")
     node_rank: int = _flag(0, "which of them this is; 0 has the HTTP front")
@@ -98,12 +109,31 @@ class ServerConfig:
             )
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ValueError(f"--nnodes ({self.nnodes}) above 1 needs --dist-init-addr, got none")
+        if self.nnodes > 1 and self.moe_a2a_backend == "reference":
+            raise ValueError(
+                f"--moe-a2a-backend reference moves tokens within one process, --nnodes is "
+                f"{self.nnodes}: choose loopback"
+            )
+        if self.ep_size is not None and self.ep_size % self.nnodes:
+            raise ValueError(
+                f"--ep-size ({self.ep_size}) must be divisible by --nnodes ({self.nnodes})"
+            )
         if self.dist_init_addr is not None:
             if self.nnodes == 1:
                 raise ValueError(
                     f"--dist-init-addr is for --nnodes above 1, got {self.dist_init_addr}"
                 )
             _parse_address(self.dist_init_addr)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """None: every device of a node."""
+        return None if self.ep_size is None else self.ep_size // self.nnodes
+
+    @property
+    def a2a_backend(self) -> str:
+        """`moe_a2a_backend`, or what is best where none is asked for."""
+        return self.moe_a2a_backend or ("reference" if self.nnodes == 1 else "loopback")
 
     @property
     def dist_init_address(self) -> tuple[str, int]:

@@ -1,8 +1,12 @@
 """From flags to a listening server: devices, weights, engine, loop, HTTP."""
 
 import argparse
+import contextlib
+import dataclasses
+import hashlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -13,24 +17,29 @@ import jax
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from custom_calls import runtime
 from jaxmoe import sharding
 from jaxmoe.assets import EMBEDDED_MODEL, EMBEDDED_MODEL_NAME
 from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
-from jaxmoe.plan import make_plans, resolve_dtype, resolve_quantization
-from jaxmoe.step import ShardedModel
+from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
+from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
 from serving.config import ServerConfig, add_arguments, from_arguments
 from serving.engine import Engine, EngineLimits
+from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
-from serving.metrics import LoopMetrics
+from serving.member import MemberLink
+from serving.metrics import GroupCollector, LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
+from serving.rendezvous import Rendezvous, join
 from serving.scheduler import Scheduler
 from serving.text import TextStream
+from serving.wire import Connection, Hello
 
 
 __all__ = ["add_arguments", "run", "serve"]
@@ -38,6 +47,7 @@ __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 8
+LOAD_TIMEOUT_SECONDS = 600.0  # that the slowest node may take to load more than the fastest
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,43 +57,115 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(config: ServerConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
-    if config.nnodes > 1:
-        raise ValueError(
-            f"--nnodes must be 1: no group of processes is set up, got {config.nnodes}"
-        )
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,  # libraries imported above have set up the root logger their way
     )
-    prepare_devices(config.ep_size, config.compilation_cache_dir)
-    compilations = CompilationCounter()
-    registry = CollectorRegistry()
-    metrics = LoopMetrics(registry, compilations)
-    with _listening_socket(config) as listener:
-        directory = _model_directory(config)
-        tokenizer = Tokenizer.load(directory)
-        model = load(config, directory)
-        limits = config.engine_limits(model.config, model.mesh.size)
-        engine = make_engine(config, model, limits)
-        peers = Alone()
-        _warm_up(engine, peers)
-        loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
-        info = ModelInfo(
-            served_model_name=config.served_model_name or _model_name(config),
-            model_path=config.model_path or EMBEDDED_MODEL_NAME,
-            vocab_size=model.config.vocab_size,
-            context_length=limits.context_length,
-            eos_token_ids=model.config.eos_token_ids,
-        )
-        loop.start()
-        metrics.mark_ready()
-        _run_http(config, make_app(loop, tokenizer, info, registry), listener)
-        loop.shutdown()
-    if loop.error is not None:
-        logger.error("the serving loop died: %s", loop.error)
+    prepare_devices(config.ranks_per_node, config.compilation_cache_dir)
+    try:
+        if config.node_rank > 0:
+            return _serve_as_member(config)
+        with contextlib.ExitStack() as ports:
+            listener = ports.enter_context(_listening_socket(config))
+            group_name, connections = "", []
+            if config.nnodes > 1:
+                assert config.dist_init_address is not None
+                meeting = ports.enter_context(Rendezvous(*config.dist_init_address))
+                group_name = secrets.token_hex(8)
+                connections = meeting.gather(config.nnodes, _fingerprint(config), group_name)
+            return _serve_http(config, listener, group_name, connections)
+    except TimeoutError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        runtime.shutdown()
+
+
+def _serve_http(
+    config: ServerConfig,
+    listener: socket.socket,
+    group_name: str,
+    connections: list[Connection],
+) -> int:
+    """Member 0, or the only one."""
+    node = _start_node(config, group_name)
+    loop: ServingLoop | MemberGroup = node.loop
+    shown = node.registry
+    if connections:
+        loop = MemberGroup(node.loop, connections, max_queued=config.max_queued_requests)
+        shown = CollectorRegistry()
+        shown.register(GroupCollector(node.registry, loop.member_metrics))
+    info = ModelInfo(
+        served_model_name=config.served_model_name or _model_name(config),
+        model_path=config.model_path or EMBEDDED_MODEL_NAME,
+        vocab_size=node.model.config.vocab_size,
+        context_length=node.engine.limits.context_length,
+        eos_token_ids=node.model.config.eos_token_ids,
+    )
+    loop.start()
+    node.metrics.mark_ready()
+    _run_http(config, make_app(loop, node.tokenizer, info, shown), listener)
+    loop.shutdown()
+    return _exit_status(loop.error)
+
+
+def _serve_as_member(config: ServerConfig) -> int:
+    """Any other: it is handed requests by member 0, which also says when to stop."""
+    assert config.dist_init_address is not None
+    hello = Hello(config.node_rank, config.nnodes, _fingerprint(config))
+    connection, welcome = join(config.dist_init_address, hello)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    node = _start_node(config, welcome.group_name)
+    node.metrics.mark_ready()
+    logger.info("member %d of %d is ready", config.node_rank, config.nnodes)
+    return _exit_status(MemberLink(node.loop, connection, node.registry).serve())
+
+
+def _exit_status(error: str | None) -> int:
+    if error is not None:
+        logger.error("the serving loop died: %s", error)
         return 1
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """What runs in one process."""
+
+    model: ShardedModel
+    tokenizer: Tokenizer
+    engine: Engine
+    loop: ServingLoop
+    metrics: LoopMetrics
+    registry: CollectorRegistry
+
+
+def _start_node(config: ServerConfig, group_name: str) -> _Node:
+    """Load, join the expert-parallel group, warm up."""
+    registry = CollectorRegistry()
+    metrics = LoopMetrics(registry, CompilationCounter())
+    directory = _model_directory(config)
+    tokenizer = Tokenizer.load(directory)
+    model = load(config, directory)
+    limits = config.engine_limits(model.config, model.ranks.ep_size)
+    plans = plans_of(config, model)
+    members = runtime.Members(config.nnodes, config.node_rank, group_name, LOAD_TIMEOUT_SECONDS)
+    most = max(limits.chunk_tokens, limits.max_running)
+    peers = join_ep_group(model, plans, max_tokens=most, members=members) or Alone()
+    engine = make_engine(model, limits, plans)
+    _warm_up(engine, peers)
+    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
+    return _Node(model, tokenizer, engine, loop, metrics, registry)
+
+
+def _fingerprint(config: ServerConfig) -> dict[str, str]:
+    """What must be equal on all nodes."""
+    model_config = (_model_directory(config) / "config.json").read_bytes()
+    return config.fingerprint | {
+        "jax": jax.__version__,
+        "config.json of the model": hashlib.sha256(model_config).hexdigest()[:16],
+    }
 
 
 def prepare_devices(ep_size: int | None, compilation_cache_dir: str | None) -> None:
@@ -102,14 +184,17 @@ def prepare_devices(ep_size: int | None, compilation_cache_dir: str | None) -> N
 def load(config: ServerConfig, directory: Path) -> ShardedModel:
     """The model of this directory on the devices the flags ask for."""
     model_config = ModelConfig.load(directory)
-    mesh = sharding.make_mesh(config.ep_size or jax.device_count())
+    mesh = sharding.make_mesh(config.ranks_per_node or jax.device_count())
+    ranks = sharding.EpRanks(mesh.size * config.nnodes, mesh.size * config.node_rank)
     num_slots = num_expert_slots(
-        model_config.n_routed_experts, mesh.size, config.ep_num_redundant_experts
+        model_config.n_routed_experts, ranks.ep_size, config.ep_num_redundant_experts
     )
     started = time.monotonic()
     dtype = resolve_dtype(config.dtype, model_config)
     quantization = resolve_quantization(config.quantization, model_config)
-    model = load_model(directory, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots)
+    model = load_model(
+        directory, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots, ranks=ranks
+    )
     logger.info(
         "loaded %s in %.1f s: %s%s, %d ranks of %d expert slots",
         directory.name, time.monotonic() - started, dtype,
@@ -119,13 +204,22 @@ def load(config: ServerConfig, directory: Path) -> ShardedModel:
     return model
 
 
-def make_engine(config: ServerConfig, model: ShardedModel, limits: EngineLimits) -> Engine:
-    prefill, decode = make_plans(
+def plans_of(config: ServerConfig, model: ShardedModel) -> tuple[ExecutionPlan, ExecutionPlan]:
+    """The plans of prefill and of decode that the flags ask for."""
+    return make_plans(
         config.deepep_mode,
-        ep_size=model.mesh.size,
+        ep_size=model.ranks.ep_size,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
+        moe_a2a_backend=config.a2a_backend,
+        quantization=model.quantization,
     )
+
+
+def make_engine(
+    model: ShardedModel, limits: EngineLimits, plans: tuple[ExecutionPlan, ExecutionPlan]
+) -> Engine:
+    prefill, decode = plans
     engine = Engine(model, limits, prefill=prefill, decode=decode)
     logger.info(
         "cache: %d pages of %d tokens on each rank, %.0f MiB in all",

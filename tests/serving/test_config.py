@@ -26,6 +26,14 @@ def test_the_address_of_node_rank_0(address, expected):
         ({"node_rank": 1}, "--node-rank must be between 0 and 0 with --nnodes 1, got 1"),
         ({"nnodes": 2, "node_rank": -1}, "--node-rank must be between 0 and 1 .* got -1"),
         ({"nnodes": 2}, r"--nnodes \(2\) above 1 needs --dist-init-addr, got none"),
+        (
+            {"ep_size": 3, "nnodes": 2, "dist_init_addr": "a:1"},
+            r"--ep-size \(3\) must be divisible",
+        ),
+        (
+            {"moe_a2a_backend": "reference", "nnodes": 2, "dist_init_addr": "a:1"},
+            "--moe-a2a-backend reference moves tokens within one process, --nnodes is 2",
+        ),
         ({"dist_init_addr": "a:1"}, "--dist-init-addr is for --nnodes above 1, got a:1"),
         *(
             ({"nnodes": 2, "dist_init_addr": text}, f"must be HOST:PORT .* got {text}$")
