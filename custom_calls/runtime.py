@@ -14,12 +14,16 @@ import atexit
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
 
 from custom_calls import cpu_library
 
+
+if TYPE_CHECKING:
+    from custom_calls import _cpu
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +148,7 @@ class EpGroup:
     def __init__(self, mesh: Mesh, spec: EpSpec, members: Members):
         if (reason := cpu_library.missing()) is not None:
             raise RuntimeError(reason)
-        from custom_calls import _cpu
+        from custom_calls import _cpu  # found missing in words above
 
         devices = list(mesh.devices.flat)
         self.spec = spec
@@ -165,7 +169,7 @@ class EpGroup:
             needed, spec.max_ep_size, members.num_members, spec.bytes_per_rank,
             f"; modelled link: {link}" if spec.link else "",
         )  # fmt: skip
-        self._group = _cpu.EpGroup(
+        self._handle: _cpu.EpGroup | None = _cpu.EpGroup(
             name=members.name,
             description=repr(spec),
             num_members=members.num_members,
@@ -180,7 +184,20 @@ class EpGroup:
             latency=link.latency,
             bandwidth=link.bandwidth or 0.0,
         )
-        _cpu.set_ep_group(self._group)
+        _cpu.set_ep_group(self._handle)
+
+    @property
+    def _group(self) -> "_cpu.EpGroup":
+        if self._handle is None:
+            raise RuntimeError("this process has left the expert-parallel group")
+        return self._handle
+
+    def leave(self) -> None:
+        """Give the memory back; whoever still has this object has nothing any more."""
+        from custom_calls import _cpu
+
+        _cpu.set_ep_group(None)
+        self._handle = None
 
     @property
     def num_members(self) -> int:
@@ -273,9 +290,7 @@ def shutdown() -> None:
     """Leave the group, if there is one, and give its memory back. Nothing may be under way."""
     global _current
     if _current is not None:
-        from custom_calls import _cpu
-
-        _cpu.set_ep_group(None)
+        _current.leave()
         _current = None
 
 

@@ -241,6 +241,8 @@ def test_there_is_one_group_at_a_time():
     with pytest.raises(RuntimeError, match=r"call custom_calls.runtime.shutdown\(\) before"):
         runtime.bootstrap(mesh_of(2), spec(top_k=1))
     runtime.shutdown()
+    with pytest.raises(RuntimeError, match="has left the expert-parallel group"):
+        group.agree([])
     with pytest.raises(RuntimeError, match="there is no expert-parallel group"):
         runtime.current()
     assert runtime.bootstrap(mesh_of(2), spec(top_k=1)) is not group

@@ -1,0 +1,112 @@
+"""`jaxmoe serve` as several processes."""
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+pytestmark = pytest.mark.slow
+
+FLAGS = (
+    "--port", "0", "--ep-size", "4", "--nnodes", "2", "--max-running-requests", "4",
+    "--context-length", "128", "--chunked-prefill-size", "16", "--page-size", "16",
+)  # fmt: skip
+ANSWERS = {
+    "What is 9 * 268?": "9*268=9*200+9*60+9*8=1800+540+72=2340+72=2412\n#### 2412",
+    "What is 23 * 3?": "23*3=69\n#### 69",
+}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+class Node:
+    """A process of the server and what it prints."""
+
+    def __init__(self, node_rank, *flags):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "serving.cli", "serve", "--node-rank", str(node_rank), *flags],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines = []
+        self._ready, self.url = threading.Event(), None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := re.match(r"Ready: (\S+)", line):
+                self.url = match.group(1)
+                self._ready.set()
+        self._ready.set()
+
+    def wait_until_ready(self):
+        assert self._ready.wait(240) and self.url is not None, "".join(self.lines)
+        return self.url
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+
+
+def ask(url, question):
+    messages = [{"role": "user", "content": question}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 64}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+
+def test_two_processes_answer_as_one_and_end_together(tmp_path):
+    flags = (*FLAGS, "--dist-init-addr", f"127.0.0.1:{free_port()}",
+             "--compilation-cache-dir", str(tmp_path))  # fmt: skip
+    before = set(Path("/dev/shm").glob("jaxmoe-*"))
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(Node(rank, *flags)) for rank in (1, 0)]
+        member, front = nodes
+        url = front.wait_until_ready()
+        questions = list(ANSWERS) * 4
+        with ThreadPoolExecutor(8) as threads:
+            replies = list(threads.map(lambda question: ask(url, question), questions))
+        found = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
+        assert found == [ANSWERS[question] for question in questions]
+        metrics = httpx.get(f"{url}/metrics").text
+        for rank in (0, 1):
+            tokens = re.search(rf'generation_tokens_total{{member="{rank}"}} (\S+)', metrics)
+            assert float(tokens.group(1)) > 0
+            assert f'jaxmoe_compilations_after_ready{{member="{rank}"}} 0.0' in metrics
+        steps = re.findall(r'step_seconds_count{member="\d",phase="decode"} (\S+)', metrics)
+        assert len(steps) == 2 and steps[0] == steps[1]
+
+        member.process.send_signal(signal.SIGKILL)
+        member.process.wait()
+        reply = ask(url, "What is 23 * 3?")
+        assert reply.status_code in (500, 503)
+        assert "member 1" in reply.text
+        front.process.send_signal(signal.SIGINT)
+        assert front.process.wait(30) == 1
+    assert not [path for path in Path("/dev/shm").glob("jaxmoe-*") if path not in before]
+
+
+def test_nodes_that_differ_are_refused():
+    address = ("--dist-init-addr", f"127.0.0.1:{free_port()}")
+    with Node(0, *FLAGS, *address):
+        other = Node(1, *FLAGS, *address, "--page-size", "32")
+        with other:
+            assert other.process.wait(60) == 2
+        assert re.search("--page-size", "".join(other.lines)), other.lines
