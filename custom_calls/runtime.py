@@ -148,7 +148,7 @@ class EpGroup:
     def __init__(self, mesh: Mesh, spec: EpSpec, members: Members):
         if (reason := cpu_library.missing()) is not None:
             raise RuntimeError(reason)
-        from custom_calls import _cpu  # found missing in words above
+        from custom_calls import _cpu
 
         devices = list(mesh.devices.flat)
         self.spec = spec

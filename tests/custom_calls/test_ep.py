@@ -64,8 +64,7 @@ BACKENDS = ["reference", "loopback"]
 
 
 @pytest.fixture(autouse=True)
-def group(request):
-    """What the loopback tests of a case need: a group of its ranks."""
+def no_group_is_left():
     yield
     runtime.shutdown()
 
