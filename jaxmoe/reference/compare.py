@@ -239,7 +239,7 @@ def compare_model(
     return Comparison(
         dtype=jnp.dtype(model.dtype).name,
         quantization=None if model.quantization is None else model.quantization.value,
-        ep_size=model.mesh.size,
+        ep_size=model.ranks.ep_size,
         deepep_mode=deepep_mode,
         chunk_size=chunk_size,
         prompt_lengths=tuple(trace.num_prompt_tokens for trace in expected),

@@ -182,7 +182,7 @@ def fake_trace(logits, num_prompt_tokens=2):
 
 def compare_fakes(monkeypatch, found, expected):
     model = argparse.Namespace(
-        mesh=argparse.Namespace(size=1),
+        ranks=sharding.EpRanks(ep_size=1),
         slots_per_rank=2,
         dtype=jnp.float32,
         quantization=None,
