@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from jaxtyping import Array, Float, Float32, Int32
 
 from custom_calls.layouts import ContiguousTokens, MaskedTokens, QuantizedRows
+from custom_calls.quantize import quantize_rows
 
 
 Tokens = TypeVar("Tokens", ContiguousTokens, MaskedTokens)
@@ -41,20 +42,20 @@ class Dispatcher(Protocol):
 
     def dispatch_start(
         self,
-        x: Float[Array, "T H"] | QuantizedRows,
+        x: Float[Array, "T H"],
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         *,
         after: Array | None = None,
     ) -> Any:
-        """Send tokens, in FP8 if they are, to physical experts; -1 is none.
+        """Send tokens to physical experts; -1 is none.
 
         An expert lives on rank idx // slots_per_rank. Begins when `after` has been computed.
         """
         ...
 
     def dispatch_finish(self, in_flight: Any) -> DispatchOutput:
-        """The arrived tokens by local expert, in each in the order of (rank, token)."""
+        """The arrived tokens by local expert, in each in an order of the dispatcher's own."""
         ...
 
     def combine_start(self, y: Any, handle: Any) -> Any:
@@ -74,12 +75,20 @@ class Exchange:
       axis_name: the mesh axis of this process's devices.
       slots_per_rank: physical experts of a rank.
       alignment: experts' rows start, and slabs end, at a multiple of it.
-      permute: implementation of `custom_calls.permute`, None for the best.
+      fp8: tokens are quantised before they are sent, and arrive with their scales.
+      permute, quantize: implementations of `custom_calls.permute` and `custom_calls.quantize`,
+        None for the best.
       channel: dispatchers whose calls may overlap have different ones (micro-batches).
     """
 
     axis_name: str
     slots_per_rank: int
     alignment: int = 1
+    fp8: bool = False
     permute: str | None = None
+    quantize: str | None = None
     channel: int = 0
+
+    def quantized(self, x: Float[Array, "T H"]) -> Float[Array, "T H"] | QuantizedRows:
+        """The tokens as they are sent."""
+        return quantize_rows(x, implementation=self.quantize) if self.fp8 else x

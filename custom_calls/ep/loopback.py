@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from custom_calls import cpu_library, runtime
 from custom_calls.ep.api import DispatchOutput, Exchange
-from custom_calls.ep.rows import num_features, pack, unpack
-from custom_calls.layouts import ContiguousTokens, MaskedTokens, QuantizedRows
+from custom_calls.ep.rows import pack, unpack
+from custom_calls.layouts import ContiguousTokens, MaskedTokens
 from custom_calls.permute import permute_contiguous, unpermute
 
 
@@ -74,14 +74,14 @@ class _Loopback(Exchange):
 
     def _dispatch_start(
         self,
-        x: Array | QuantizedRows,
+        x: Array,
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         after: Array | None,
         *,
         by_expert: bool,
     ) -> DispatchInFlight:
-        rows = pack(x)
+        rows = pack(self.quantized(x))
         (token,) = self._call(
             "dispatch_start",
             (_TOKEN,),
@@ -97,7 +97,7 @@ class _Loopback(Exchange):
             token=token,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
-            hidden=num_features(x),
+            hidden=x.shape[1],
             row_size=rows.shape[1],
             dtype=rows.dtype,
         )
@@ -154,7 +154,7 @@ class Normal(_Loopback):
 
     def dispatch_start(
         self,
-        x: Float[Array, "T H"] | QuantizedRows,
+        x: Float[Array, "T H"],
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         *,
@@ -211,7 +211,7 @@ class LowLatency(_Loopback):
 
     def dispatch_start(
         self,
-        x: Float[Array, "T H"] | QuantizedRows,
+        x: Float[Array, "T H"],
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         *,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from custom_calls.ep.api import DispatchOutput, Exchange
-from custom_calls.ep.rows import num_features, pack, unpack
-from custom_calls.layouts import ContiguousTokens, MaskedTokens, QuantizedRows
+from custom_calls.ep.rows import pack, unpack
+from custom_calls.layouts import ContiguousTokens, MaskedTokens
 from custom_calls.permute import permute_contiguous, permute_masked, unpermute
 
 
@@ -50,7 +50,7 @@ class Normal(Exchange):
 
     def dispatch_start(
         self,
-        x: Float[Array, "T H"] | QuantizedRows,
+        x: Float[Array, "T H"],
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         *,
@@ -63,7 +63,7 @@ class Normal(Exchange):
         group = jnp.where((group >= 0) & (group < self.slots_per_rank), group, -1)
         goes_to = jnp.where((group >= 0).any(-1), ranks[None, :], -1)
         blocks, sent_to = permute_masked(
-            pack(x),
+            pack(self.quantized(x)),
             goes_to,
             num_groups=num_ranks,
             capacity=num_tokens,
@@ -83,7 +83,7 @@ class Normal(Exchange):
             group_idx=self._exchange(group_idx.reshape(by_rank)),
             weights=self._exchange(weights.reshape(by_rank)),
             sent_to=sent_to,
-            hidden=num_features(x),
+            hidden=x.shape[1],
         )
 
     def dispatch_finish(self, in_flight: NormalInFlight) -> DispatchOutput[ContiguousTokens]:
@@ -152,7 +152,7 @@ class LowLatency(Exchange):
 
     def dispatch_start(
         self,
-        x: Float[Array, "T H"] | QuantizedRows,
+        x: Float[Array, "T H"],
         topk_idx: Int32[Array, "T K"],
         topk_weights: Float32[Array, "T K"],
         *,
@@ -161,7 +161,7 @@ class LowLatency(Exchange):
         num_tokens, _ = topk_idx.shape
         num_ranks = jax.lax.axis_size(self.axis_name)
         blocks, sent_to = permute_masked(
-            pack(x),
+            pack(self.quantized(x)),
             topk_idx,
             num_groups=num_ranks * self.slots_per_rank,
             capacity=num_tokens,
@@ -173,7 +173,7 @@ class LowLatency(Exchange):
             counts=self._exchange(blocks.counts.reshape(by_rank)),
             sent_to=sent_to,
             weights=topk_weights,
-            hidden=num_features(x),
+            hidden=x.shape[1],
         )
 
     def dispatch_finish(self, in_flight: LowLatencyInFlight) -> DispatchOutput[MaskedTokens]:

@@ -21,11 +21,6 @@ from custom_calls.layouts import (
 Tokens = TypeVar("Tokens", ContiguousTokens, MaskedTokens)
 
 
-def num_features(x: Array | QuantizedRows) -> int:
-    """The hidden size H of tokens that are about to be sent."""
-    return (x.values if isinstance(x, QuantizedRows) else x).shape[1]
-
-
 def pack(x: Array | QuantizedRows) -> Shaped[Array, "T R"]:
     """One row for each token; what `unpack` undoes."""
     if not isinstance(x, QuantizedRows):

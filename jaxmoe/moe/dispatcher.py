@@ -11,5 +11,7 @@ def make_dispatcher(plan: ExecutionPlan) -> ep.Dispatcher:
         axis_name=sharding.EP_AXIS,
         slots_per_rank=plan.slots_per_rank,
         alignment=plan.row_alignment,
+        fp8=plan.fp8_dispatch,
         permute=plan.permute,
+        quantize=plan.quantize,
     )

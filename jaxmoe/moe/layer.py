@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from custom_calls.ep import Dispatcher
-from custom_calls.quantize import quantize_rows
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.model.mlp import MLP
@@ -91,9 +90,8 @@ class MoE(nnx.Module):
     ) -> Float[Array, "T H"]:
         """The routed experts' weighted sum for one dispatch of tokens, made after `after`."""
         with jax.named_scope("dispatch"):
-            sent = quantize_rows(x, implementation=plan.quantize) if plan.fp8_dispatch else x
             in_flight = dispatcher.dispatch_start(
-                sent, routing.topk_idx, routing.topk_weights, after=after
+                x, routing.topk_idx, routing.topk_weights, after=after
             )
             arrived = dispatcher.dispatch_finish(in_flight)
         with jax.named_scope("experts"):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
 from custom_calls.layouts import ContiguousTokens
-from custom_calls.quantize import quantize, quantize_rows
+from custom_calls.quantize import quantize
 
 
 HIDDEN = 192
@@ -179,12 +179,12 @@ def test_fp8_tokens_arrive_with_their_scales(backend, mode):
     """Quantising before dispatch gives what quantising after it gives."""
     x, idx, weights = make_case(4, 9, 3, 5, "uneven")
     x = np.concatenate([x] * 24, -1)  # [.., 192]: the last block of 128 is cut
-    dispatcher = make_dispatcher(backend, mode, 4, 3, 5, alignment=4)
 
     def run(before):
+        dispatcher = make_dispatcher(backend, mode, 4, 3, 5, alignment=4, fp8=before)
+
         def run(x, idx, weights):
-            sent = quantize_rows(x) if before else x
-            arrived = dispatcher.dispatch_finish(dispatcher.dispatch_start(sent, idx, weights))
+            arrived = dispatcher.dispatch_finish(dispatcher.dispatch_start(x, idx, weights))
             tokens = arrived.tokens if before else quantize(arrived.tokens)
             if isinstance(tokens, ContiguousTokens):
                 row = jnp.arange(tokens.x.shape[0], dtype=jnp.int32)[:, None]
