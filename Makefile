@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml $(wildcard custom_calls/csrc/*)
 
-# Its kernel headers are used, its Python is not: without its dependencies, PyTorch among them.
-DEEP_GEMM := sgl-deep-gemm==0.2.5
+# The kernels of these are used, their Python is not: without dependencies, PyTorch among them.
+KERNELS := sgl-deep-gemm==0.2.5 sgl-deep-ep==0.1.2.post1
 
 .PHONY: install install-cuda run test test-gpu lint
 
@@ -41,7 +41,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-cuda: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-build-isolation --editable ".[cuda]"
-	$(BIN)/python -m pip install -q --no-deps $(DEEP_GEMM)
+	$(BIN)/python -m pip install -q --no-deps $(KERNELS)
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test

@@ -13,6 +13,7 @@ it by their device. Arrays and models are not known here.
 import atexit
 import dataclasses
 import logging
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,11 @@ import jax
 from jax.sharding import Mesh
 
 from custom_calls import cpu_library
+from custom_calls.deep_ep import sizes
 
 
 if TYPE_CHECKING:
-    from custom_calls import _cpu
+    from custom_calls import _cpu, _cuda
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,10 @@ class Link:
             raise ValueError(f"the link's bandwidth must be positive, got {self.bandwidth}")
 
 
+PLATFORMS = {"loopback": "cpu", "deepep": "gpu"}
+"""What the backends of a group run on."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EpSpec:
     """What a group is sized for; the same on all members.
@@ -63,7 +69,9 @@ class EpSpec:
       itemsize: bytes of a number in the activations' dtype.
       num_micro_batches: exchanges that may be under way at a time.
       timeout: seconds a rank may keep the others waiting.
-      link: see `Link`.
+      backend: a name in `PLATFORMS`.
+      link: see `Link`; loopback only.
+      normal_sms, low_latency_sms: multiprocessors that exchanges take; None: all. deepep only.
     """
 
     max_ep_size: int
@@ -75,13 +83,20 @@ class EpSpec:
     itemsize: int = 2
     num_micro_batches: int = 1
     timeout: float = 120.0
+    backend: str = "loopback"
     link: Link | None = None
+    normal_sms: int = sizes.NORMAL_SMS
+    low_latency_sms: int | None = None
 
     def __post_init__(self) -> None:
+        if self.backend not in PLATFORMS:
+            raise ValueError(f"backend must be one of {tuple(PLATFORMS)}, got {self.backend!r}")
+        if self.link is not None and self.backend != "loopback":
+            raise ValueError(f"only loopback's link can be modelled, got {self.backend!r}")
         for name in ("max_ep_size", "slots_per_rank", "hidden_size", "top_k", "itemsize",
-                     "num_micro_batches"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                     "num_micro_batches", "normal_sms", "low_latency_sms"):  # fmt: skip
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
         for name in ("normal_tokens", "low_latency_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -93,7 +108,7 @@ class EpSpec:
 
     @property
     def window_bytes(self) -> int:
-        """Memory of a rank for one exchange: what it sends, or what comes back to it."""
+        """Memory of a loopback rank for one exchange: what it sends, or what comes back to it."""
         row = self.hidden_size * self.itemsize
         tokens = max(self.normal_tokens, self.low_latency_tokens)
         sent = 256 + tokens * (row + 8 * self.top_k)
@@ -107,9 +122,29 @@ class EpSpec:
         return 2 * self.num_micro_batches  # dispatch and combine of each
 
     @property
+    def normal_bytes(self) -> int:
+        """Memory of a deepep rank for a micro-batch in normal mode."""
+        if self.normal_tokens == 0:
+            return 0
+        row = self.hidden_size * self.itemsize
+        return sizes.normal_bytes(row, self.max_ep_size, num_sms=self.normal_sms)
+
+    @property
+    def low_latency_bytes(self) -> int:
+        """Memory of a deepep rank for a micro-batch in low-latency mode.
+
+        Tokens are rounded up to 128, the most that a slab's alignment adds.
+        """
+        tokens = -(-self.low_latency_tokens // 128) * 128
+        experts = self.max_ep_size * self.slots_per_rank
+        return tokens and sizes.low_latency_bytes(tokens, self.hidden_size, experts)
+
+    @property
     def bytes_per_rank(self) -> int:
         """Memory of a rank for all exchanges."""
-        return self.num_channels * self.window_bytes
+        if self.backend == "loopback":
+            return self.num_channels * self.window_bytes
+        return self.num_micro_batches * (self.normal_bytes + self.low_latency_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +195,19 @@ class EpGroup:
                 f"{members.num_members} members of {len(devices)} devices are {needed} ranks, "
                 f"max_ep_size is {spec.max_ep_size}"
             )
-        if (platform := devices[0].platform) != "cpu":
-            raise ValueError(f"the loopback group runs on CPU devices, got {platform!r}")
+        if (platform := devices[0].platform) != PLATFORMS[spec.backend]:
+            raise ValueError(
+                f"{spec.backend!r} runs on {PLATFORMS[spec.backend]!r} devices, got {platform!r}"
+            )
+        is_loopback = spec.backend == "loopback"
+        if not is_loopback:
+            from custom_calls.deep_ep import library
+
+            library.check(spec)
         link = spec.link or Link()
         logger.info(
-            "expert-parallel group: %d of at most %d ranks in %d processes, %d bytes of windows "
-            "a rank%s",
-            needed, spec.max_ep_size, members.num_members, spec.bytes_per_rank,
+            "expert-parallel group (%s): %d of at most %d ranks in %d processes, %d bytes a rank%s",
+            spec.backend, needed, spec.max_ep_size, members.num_members, spec.bytes_per_rank,
             f"; modelled link: {link}" if spec.link else "",
         )  # fmt: skip
         self._handle: _cpu.EpGroup | None = _cpu.EpGroup(
@@ -177,14 +218,36 @@ class EpGroup:
             max_ranks=spec.max_ep_size,
             first_rank=self.first_rank,
             devices=[_ordinal(device) for device in devices],
-            num_channels=spec.num_channels,
-            window_bytes=spec.window_bytes,
+            num_channels=spec.num_channels if is_loopback else 0,
+            window_bytes=spec.window_bytes if is_loopback else 0,
             timeout=spec.timeout,
             join_timeout=members.join_timeout,
             latency=link.latency,
             bandwidth=link.bandwidth or 0.0,
         )
-        _cpu.set_ep_group(self._handle)
+        self._devices: _cuda.DeepEpGroup | None = None
+        if is_loopback:
+            _cpu.set_ep_group(self._handle)
+        else:
+            self._devices = self._connect([_ordinal(device) for device in devices])
+
+    def _connect(self, devices: Sequence[int]) -> "_cuda.DeepEpGroup":
+        """The memory of this member's GPUs, open to all ranks as theirs is to these."""
+        from custom_calls import _cuda
+        from custom_calls.deep_ep import library
+
+        group = library.make_group(self.spec, self.first_rank, devices)
+        handles = [b""] * self.spec.max_ep_size
+        if self.num_members > 1:
+            for i, own in enumerate(group.handles()):
+                words = struct.unpack("<8q", own)
+                for member, theirs in enumerate(self.agree(words, timeout=self.spec.timeout)):
+                    handles[member * len(devices) + i] = struct.pack("<8q", *theirs)
+        group.connect(handles)
+        group.set_active(self.active_ranks)
+        self.agree((), timeout=self.spec.timeout)  # nobody sends before all are connected
+        _cuda.set_deep_ep_group(group)
+        return group
 
     @property
     def _group(self) -> "_cpu.EpGroup":
@@ -196,7 +259,13 @@ class EpGroup:
         """Give the memory back; whoever still has this object has nothing any more."""
         from custom_calls import _cpu
 
-        _cpu.set_ep_group(None)
+        if self._devices is None:
+            _cpu.set_ep_group(None)
+        else:
+            from custom_calls import _cuda
+
+            _cuda.set_deep_ep_group(None)
+        self._devices = None
         self._handle = None
 
     @property
@@ -215,12 +284,20 @@ class EpGroup:
     @property
     def failure(self) -> str | None:
         """What ended the exchanges of all members, until they `recover`."""
-        return self._group.failure() or None
+        failure = self._group.failure() or None
+        if failure is None and self._devices is not None and (lost := self._devices.lost()):
+            failure = f"ranks {lost} have not answered in time"
+        return failure
 
     def counters(self) -> dict[str, int]:
         """Of this member's ranks since `bootstrap`: exchanges begun and ended, ends that had to
-        wait, rows that stayed on their rank, rows and bytes that left it."""
-        return self._group.counters()
+        wait, rows that stayed on their rank, rows and bytes that left it. With deepep, kernels
+        launched since the process started, by name."""
+        if self._devices is None:
+            return self._group.counters()
+        from custom_calls.deep_ep import library
+
+        return library.launches()
 
     def agree(
         self, proposal: Sequence[int], *, timeout: float | None = None
@@ -246,10 +323,16 @@ class EpGroup:
         The others send and get nothing and are not waited for. Nothing may be under way.
         """
         self._group.set_active(sorted(ranks))
+        if self._devices is not None:
+            self._devices.set_active(sorted(ranks))
 
     def recover(self) -> None:
         """After a failure, on all members: forget what was under way and begin anew."""
         self._group.recover()
+        if self._devices is not None:
+            self._devices.clear()
+            self._devices.set_active(self.active_ranks)
+            self.agree((), timeout=self.spec.timeout)  # nobody sends before all have forgotten
 
 
 ALONE = Members()
@@ -268,6 +351,10 @@ def bootstrap(mesh: Mesh, spec: EpSpec, members: Members = ALONE) -> EpGroup:
     if _current is None:
         _current = EpGroup(mesh, spec, members)
         atexit.register(shutdown)
+        if spec.backend == "deepep":
+            from custom_calls.ep import deep_ep
+
+            deep_ep.warm_up(mesh)
     elif (spec, members) != (_current.spec, _current.members):
         raise RuntimeError(
             f"this process has an expert-parallel group for {_current.spec} and "

@@ -148,6 +148,7 @@ def ep_spec(
         normal_tokens=most(DispatchMode.NORMAL),
         low_latency_tokens=most(DispatchMode.LOW_LATENCY),
         itemsize=jnp.dtype(dtype).itemsize,
+        backend=plans[0].moe_a2a_backend,
     )
 
 

@@ -48,7 +48,8 @@ class ServerConfig:
     )
     moe_a2a_backend: str | None = _flag(
         None,
-        "who moves tokens to their experts; default: reference, with several nodes loopback",
+        "who moves tokens to their experts; default: reference, with several nodes loopback on "
+        "CPUs and deepep on GPUs",
         choices=MOE_A2A_BACKENDS,
     )
     nnodes: int = _flag(1, "processes that serve together, each started with these flags")
@@ -112,7 +113,7 @@ class ServerConfig:
         if self.nnodes > 1 and self.moe_a2a_backend == "reference":
             raise ValueError(
                 f"--moe-a2a-backend reference moves tokens within one process, --nnodes is "
-                f"{self.nnodes}: choose loopback"
+                f"{self.nnodes}: choose loopback on CPUs, deepep on GPUs"
             )
         if self.ep_size is not None and self.ep_size % self.nnodes:
             raise ValueError(
@@ -130,10 +131,13 @@ class ServerConfig:
         """None: every device of a node."""
         return None if self.ep_size is None else self.ep_size // self.nnodes
 
-    @property
-    def a2a_backend(self) -> str:
-        """`moe_a2a_backend`, or what is best where none is asked for."""
-        return self.moe_a2a_backend or ("reference" if self.nnodes == 1 else "loopback")
+    def a2a_backend(self, platform: str) -> str:
+        """`moe_a2a_backend`, or what such devices need where none is asked for."""
+        if self.moe_a2a_backend is not None:
+            return self.moe_a2a_backend
+        if self.nnodes == 1:
+            return "reference"
+        return "deepep" if platform == "gpu" else "loopback"
 
     @property
     def dist_init_address(self) -> tuple[str, int]:

@@ -211,7 +211,7 @@ def plans_of(config: ServerConfig, model: ShardedModel) -> tuple[ExecutionPlan, 
         ep_size=model.ranks.ep_size,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
-        moe_a2a_backend=config.a2a_backend,
+        moe_a2a_backend=config.a2a_backend(model.mesh.devices.flat[0].platform),
         quantization=model.quantization,
     )
 

@@ -30,7 +30,7 @@ def missing() -> str | None:
     toolchain = compiler.find_toolchain()
     if isinstance(toolchain, str):
         return toolchain
-    for target, handler in _cuda.registrations().items():
+    for target, handler in _cuda.deep_gemm_registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform="CUDA")
     return None
 

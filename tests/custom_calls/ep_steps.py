@@ -4,6 +4,7 @@ As a program, a member: `python -m tests.custom_calls.ep_steps JSON` with the ar
 and of `run`. It prints "ready", "step N" now and then, and "done" or "error: ...".
 """
 
+import dataclasses
 import json
 import sys
 
@@ -14,16 +15,21 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
-from custom_calls.layouts import ContiguousTokens
+from custom_calls.layouts import SCALE_BLOCK, ContiguousTokens
 
 
 HIDDEN, TOKENS, TOP_K = 16, 6, 3
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 KINDS = ("random", "one_expert", "uneven", "idle_rank", "nothing", "few_experts")
 DISPATCHERS = {"normal": ep.NORMAL, "low_latency": ep.LOW_LATENCY}
+NO_OPTIONS = {mode: {} for mode in DISPATCHERS}
 
 
 class Member:
-    """A member of a group of `num_members` processes of `devices` ranks each, or more."""
+    """A member of a group of `num_members` processes of `devices` ranks each, or more.
+
+    `options` are those of the dispatchers, by mode; only modes in it are used.
+    """
 
     def __init__(
         self,
@@ -35,9 +41,15 @@ class Member:
         slots_per_rank=2,
         timeout=30.0,
         backend="loopback",
+        hidden=HIDDEN,
+        dtype="float32",
+        options=NO_OPTIONS,
     ):
         self.num_ranks = max_ep_size or num_members * devices
         self.slots = slots_per_rank
+        self.hidden = hidden
+        self.dtype = jnp.dtype(dtype)
+        self.options = options
         self.mesh = Mesh(np.asarray(jax.devices()[:devices]), ("ep",))
         self.local = range(member * devices, (member + 1) * devices)
         self.group = runtime.bootstrap(
@@ -45,38 +57,41 @@ class Member:
             runtime.EpSpec(
                 max_ep_size=self.num_ranks,
                 slots_per_rank=slots_per_rank,
-                hidden_size=HIDDEN,
+                hidden_size=hidden,
                 top_k=TOP_K,
-                normal_tokens=TOKENS,
-                low_latency_tokens=TOKENS,
-                itemsize=4,
+                normal_tokens=TOKENS if "normal" in options else 0,
+                low_latency_tokens=TOKENS if "low_latency" in options else 0,
+                itemsize=self.dtype.itemsize,
                 timeout=timeout,
+                backend=backend,
             ),
             runtime.Members(num_members, member, name),
         )
-        self.programs = {mode: self._compile(DISPATCHERS[mode][backend]) for mode in DISPATCHERS}
+        self.programs = {
+            mode: self._compile(DISPATCHERS[mode][backend], **how) for mode, how in options.items()
+        }
 
-    def _compile(self, dispatcher_type):
-        dispatcher = dispatcher_type(axis_name="ep", slots_per_rank=self.slots, alignment=4)
+    def _compile(self, dispatcher_type, **options):
+        options = {"alignment": 4} | options
+        dispatcher = dispatcher_type(axis_name="ep", slots_per_rank=self.slots, **options)
 
         def on_rank(x, idx, weights):
             arrived = dispatcher.dispatch_finish(
                 dispatcher.dispatch_start(x[0], idx[0], weights[0])
             )
             tokens, first = arrived.tokens, dispatcher.rank() * self.slots
+            numbers = tokens.x.astype(jnp.float32)
+            if tokens.scale is not None:
+                scale = jnp.swapaxes(tokens.scale, -1, -2)[..., : numbers.shape[-2], :]
+                numbers *= jnp.repeat(scale, SCALE_BLOCK, -1)[..., : self.hidden]
             if isinstance(tokens, ContiguousTokens):
                 row = jnp.arange(tokens.x.shape[0], dtype=jnp.int32)
                 expert = first + jnp.searchsorted(tokens.group_starts, row, side="right") - 1
-                y = ContiguousTokens(
-                    tokens.x * (1 + expert.astype(jnp.float32))[:, None],
-                    tokens.group_sizes,
-                    tokens.alignment,
-                )
+                factor = (1 + expert.astype(jnp.float32))[:, None]
             else:
                 expert = first + jnp.arange(self.slots, dtype=jnp.int32)
-                y = type(tokens)(
-                    tokens.x * (1 + expert.astype(jnp.float32))[:, None, None], tokens.counts
-                )
+                factor = (1 + expert.astype(jnp.float32))[:, None, None]
+            y = dataclasses.replace(tokens, x=(numbers * factor).astype(self.dtype), scale=None)
             back = dispatcher.combine_start(y, arrived.handle)
             return dispatcher.combine_finish(back, arrived.handle)[None]
 
@@ -90,7 +105,7 @@ class Member:
         """Of all ranks, from the seed alone: x, experts, weights."""
         rng = np.random.default_rng(seed)
         kind = KINDS[rng.integers(len(KINDS))]
-        x = rng.standard_normal((self.num_ranks, TOKENS, HIDDEN)).astype(np.float32)
+        x = rng.standard_normal((self.num_ranks, TOKENS, self.hidden)).astype(self.dtype)
         slots = np.concatenate([np.arange(self.slots) + rank * self.slots for rank in active])
         if kind == "few_experts":
             slots = rng.permutation(slots)[: max(1, len(slots) // 2)]
@@ -115,15 +130,20 @@ class Member:
         """Run a step and compare with what must come out: expert p gives (p + 1) x."""
         active = list(range(self.num_ranks)) if active is None else list(active)
         x, idx, weights = (a[list(self.local)] for a in self.case(seed, active))
-        y = np.asarray(self.programs[mode](x, idx, weights))
+        y = np.asarray(self.programs[mode](x, idx, weights), np.float64)
         factor = np.where(idx >= 0, weights.astype(np.float64) * (idx + 1), 0).sum(-1)
-        np.testing.assert_allclose(y, x * factor[..., None], rtol=2e-6, atol=2e-6)
+        expected = x.astype(np.float64) * factor[..., None]
+        if self.options[mode].get("fp8"):
+            assert np.linalg.norm(y - expected) <= 0.04 * np.linalg.norm(expected)
+        else:
+            tolerance = TOLERANCE[self.dtype.name]
+            np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
 
 
 def run(member, num_steps, report_every=None, seed=0):
     rng = np.random.default_rng(seed)
     for step in range(num_steps):
-        member.step(int(rng.integers(2**31)), ("normal", "low_latency")[rng.integers(2)])
+        member.step(int(rng.integers(2**31)), rng.choice(list(member.programs)))
         if report_every and step % report_every == 0:
             print(f"step {step}", flush=True)
 
