@@ -33,7 +33,7 @@ from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
 from serving.member import MemberLink
-from serving.metrics import GroupCollector, LoopMetrics
+from serving.metrics import EpGroupCollector, GroupCollector, LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
 from serving.rendezvous import Rendezvous, join
@@ -152,7 +152,10 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
     plans = plans_of(config, model)
     members = runtime.Members(config.nnodes, config.node_rank, group_name, LOAD_TIMEOUT_SECONDS)
     most = max(limits.chunk_tokens, limits.max_running)
-    peers = join_ep_group(model, plans, max_tokens=most, members=members) or Alone()
+    group = join_ep_group(model, plans, max_tokens=most, members=members)
+    if group is not None:
+        registry.register(EpGroupCollector(group.counters))
+    peers = group or Alone()
     engine = make_engine(model, limits, plans)
     _warm_up(engine, peers)
     loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)

@@ -6,7 +6,7 @@ The HTTP layer adds its own counters to the registry that it shows.
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -86,6 +86,18 @@ class LoopMetrics:
         if self._compilations_when_ready is None:
             return 0
         return self._compilations.count - self._compilations_when_ready
+
+
+class EpGroupCollector(Collector):
+    """What the expert-parallel group counts, each as a metric: `jaxmoe_ep_remote_bytes_total`."""
+
+    def __init__(self, counters: Callable[[], Mapping[str, int]]):
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        for name, count in self._counters().items():
+            what = f"Of the expert-parallel group: {name.replace('_', ' ')}"
+            yield CounterMetricFamily(f"jaxmoe_ep_{name}", what, value=count)
 
 
 class GroupCollector(Collector):

@@ -92,6 +92,8 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
             assert f'jaxmoe_compilations_after_ready{{member="{rank}"}} 0.0' in metrics
         steps = re.findall(r'step_seconds_count{member="\d",phase="decode"} (\S+)', metrics)
         assert len(steps) == 2 and steps[0] == steps[1]
+        sent = re.findall(r'jaxmoe_ep_remote_bytes_total{member="\d"} (\S+)', metrics)
+        assert len(sent) == 2 and min(map(float, sent)) > 0
 
         member.process.send_signal(signal.SIGKILL)
         member.process.wait()
