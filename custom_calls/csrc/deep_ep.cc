@@ -602,101 +602,44 @@ Error NormalCombine(cudaStream_t stream, int32_t device, AnyBuffer y, AnyBuffer 
   });
 }
 
+// What every handler takes: the stream, the device, so many arrays and results, the micro-batch.
+template <int kArgs, int kResults, class Binding>
+auto Arrays(Binding&& binding) {
+  if constexpr (kArgs > 0) {
+    return Arrays<kArgs - 1, kResults>(std::move(binding).template Arg<AnyBuffer>());
+  } else if constexpr (kResults > 0) {
+    return Arrays<0, kResults - 1>(std::move(binding).template Ret<AnyBuffer>());
+  } else {
+    return std::move(binding).template Attr<int64_t>("micro_batch");
+  }
+}
+
+template <int kArgs, int kResults>
+auto Bind() {
+  return Arrays<kArgs, kResults>(
+      Ffi::Bind().Ctx<PlatformStream<cudaStream_t>>().Ctx<DeviceOrdinal>());
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpLowLatencyDispatchStart, LowLatencyDispatchStart,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // x
-                                  .Arg<AnyBuffer>()  // topk_idx
-                                  .Arg<AnyBuffer>()  // after
-                                  .Ret<AnyBuffer>()  // received
-                                  .Ret<AnyBuffer>()  // scale
-                                  .Ret<AnyBuffer>()  // source
-                                  .Ret<AnyBuffer>()  // range
-                                  .Ret<AnyBuffer>()  // counts
-                                  .Attr<int64_t>("micro_batch")
-                                  .Attr<int64_t>("tokens_per_rank")
-                                  .Attr<bool>("split"),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpLowLatencyDispatchFinish, LowLatencyDispatchFinish,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // received
-                                  .Arg<AnyBuffer>()  // scale
-                                  .Arg<AnyBuffer>()  // source
-                                  .Arg<AnyBuffer>()  // range
-                                  .Arg<AnyBuffer>()  // counts
-                                  .Ret<AnyBuffer>()  // received
-                                  .Ret<AnyBuffer>()  // scale
-                                  .Ret<AnyBuffer>()  // source
-                                  .Ret<AnyBuffer>()  // range
-                                  .Ret<AnyBuffer>()  // counts
-                                  .Attr<int64_t>("micro_batch")
-                                  .Attr<int64_t>("tokens_per_rank")
-                                  .Attr<int64_t>("top_k"),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpLowLatencyCombineStart, LowLatencyCombineStart,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // y
-                                  .Arg<AnyBuffer>()  // topk_idx
-                                  .Arg<AnyBuffer>()  // weights
-                                  .Arg<AnyBuffer>()  // source
-                                  .Arg<AnyBuffer>()  // range
-                                  .Ret<AnyBuffer>()  // combined
-                                  .Attr<int64_t>("micro_batch")
-                                  .Attr<int64_t>("tokens_per_rank")
-                                  .Attr<bool>("split"),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kDeepEpLowLatencyDispatchStart, LowLatencyDispatchStart,
+    (Bind<3, 5>().Attr<int64_t>("tokens_per_rank").Attr<bool>("split")),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kDeepEpLowLatencyDispatchFinish, LowLatencyDispatchFinish,
+    (Bind<5, 5>().Attr<int64_t>("tokens_per_rank").Attr<int64_t>("top_k")),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kDeepEpLowLatencyCombineStart, LowLatencyCombineStart,
+    (Bind<5, 1>().Attr<int64_t>("tokens_per_rank").Attr<bool>("split")),
+    {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpLowLatencyCombineFinish, LowLatencyCombineFinish,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // combined
-                                  .Arg<AnyBuffer>()  // topk_idx
-                                  .Arg<AnyBuffer>()  // weights
-                                  .Ret<AnyBuffer>()  // combined
-                                  .Attr<int64_t>("micro_batch")
-                                  .Attr<int64_t>("tokens_per_rank"),
+                              (Bind<3, 1>().Attr<int64_t>("tokens_per_rank")),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpNormalDispatch, NormalDispatch,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // x
-                                  .Arg<AnyBuffer>()  // topk_idx
-                                  .Arg<AnyBuffer>()  // weights
-                                  .Arg<AnyBuffer>()  // after
-                                  .Ret<AnyBuffer>()  // rows
-                                  .Ret<AnyBuffer>()  // source
-                                  .Ret<AnyBuffer>()  // row_topk_idx
-                                  .Ret<AnyBuffer>()  // row_weights
-                                  .Ret<AnyBuffer>()  // rank_prefix
-                                  .Ret<AnyBuffer>()  // channel_prefix
-                                  .Ret<AnyBuffer>()  // send_head
-                                  .Ret<AnyBuffer>()  // own_channel_prefix
-                                  .Ret<AnyBuffer>()  // per_rank
-                                  .Ret<AnyBuffer>()  // per_expert
-                                  .Ret<AnyBuffer>()  // in_rank
-                                  .Ret<AnyBuffer>()  // expert_counts
-                                  .Attr<int64_t>("micro_batch"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpNormalDispatch, NormalDispatch, (Bind<4, 12>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpNormalCombine, NormalCombine,
-                              Ffi::Bind()
-                                  .Ctx<PlatformStream<cudaStream_t>>()
-                                  .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()  // y
-                                  .Arg<AnyBuffer>()  // source
-                                  .Arg<AnyBuffer>()  // rank_prefix
-                                  .Arg<AnyBuffer>()  // channel_prefix
-                                  .Arg<AnyBuffer>()  // send_head
-                                  .Ret<AnyBuffer>()  // send_head
-                                  .Ret<AnyBuffer>()  // combined
-                                  .Attr<int64_t>("micro_batch"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDeepEpNormalCombine, NormalCombine, (Bind<5, 2>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxmoe

@@ -36,16 +36,24 @@ class _DeepEp(Exchange):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NormalInFlight:
-    """What has arrived in normal mode, and what combining will need. D * T rows, C channels."""
+class NormalRoute:
+    """Where D * T rows at most came from, through C channels."""
 
-    rows: Shaped[Array, "DT R"]
-    group_idx: Int32[Array, "DT K"]
-    weights: Float32[Array, "DT K"]
     source: Int32[Array, " DT"]
     rank_prefix: Int32[Array, "D D"]
     channel_prefix: Int32[Array, "D C"]
     send_head: Int32[Array, "T D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NormalInFlight:
+    """What has arrived in normal mode."""
+
+    rows: Shaped[Array, "DT R"]
+    group_idx: Int32[Array, "DT K"]
+    weights: Float32[Array, "DT K"]
+    route: NormalRoute
     hidden: int = dataclasses.field(metadata={"static": True})
 
 
@@ -56,10 +64,7 @@ class NormalHandle:
 
     row_of: Int32[Array, "DT K"]
     weights: Float32[Array, "DT K"]
-    source: Int32[Array, " DT"]
-    rank_prefix: Int32[Array, "D D"]
-    channel_prefix: Int32[Array, "D C"]
-    send_head: Int32[Array, "T D"]
+    route: NormalRoute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +120,7 @@ class Normal(_DeepEp):
             rows=arrived,
             group_idx=idx[..., 0],
             weights=weights,
-            source=source,
-            rank_prefix=rank_prefix,
-            channel_prefix=channel_prefix,
-            send_head=send_head,
+            route=NormalRoute(source, rank_prefix, channel_prefix, send_head),
             hidden=x.shape[1],
         )
 
@@ -133,30 +135,24 @@ class Normal(_DeepEp):
             alignment=self.alignment,
             implementation=self.permute,
         )
-        handle = NormalHandle(
-            row_of=row_of,
-            weights=in_flight.weights,
-            source=in_flight.source,
-            rank_prefix=in_flight.rank_prefix,
-            channel_prefix=in_flight.channel_prefix,
-            send_head=in_flight.send_head,
-        )
+        handle = NormalHandle(row_of=row_of, weights=in_flight.weights, route=in_flight.route)
         return DispatchOutput(unpack(tokens, in_flight.hidden), handle)
 
     def combine_start(self, y: ContiguousTokens, handle: NormalHandle) -> Float[Array, "T H"]:
         partial = unpermute(y.x, handle.row_of, handle.weights, implementation=self.permute)
-        num_tokens, _ = handle.send_head.shape
+        route = handle.route
+        num_tokens, _ = route.send_head.shape
         _, combined = library.call(
             "normal_combine",
             (
-                jax.ShapeDtypeStruct(handle.send_head.shape, jnp.int32),
+                jax.ShapeDtypeStruct(route.send_head.shape, jnp.int32),
                 jax.ShapeDtypeStruct((num_tokens, partial.shape[1]), partial.dtype),
             ),
             partial,
-            handle.source,
-            handle.rank_prefix,
-            handle.channel_prefix,
-            handle.send_head,
+            route.source,
+            route.rank_prefix,
+            route.channel_prefix,
+            route.send_head,
             aliases={4: 0},
             micro_batch=self.channel,
         )
@@ -170,27 +166,24 @@ class Normal(_DeepEp):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LowLatencyInFlight:
-    """What arrives in low-latency mode: C = D * M rows an expert, M tokens at most from a rank."""
+class LowLatencyHandle:
+    """What combining in low-latency mode needs: C = D * M rows an expert, at most M from a rank."""
 
-    x: Shaped[Array, "e C H"]
-    scale: Float32[Array, "..."]  # [e, H / 128, C] in FP8
     source: Int32[Array, "e C"]
     layout_range: Int32[Array, "e D 2"]
-    counts: Int32[Array, " e"]
     topk_idx: Int32[Array, "T K"]
     weights: Float32[Array, "T K"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LowLatencyHandle:
-    """What combining in low-latency mode needs."""
+class LowLatencyInFlight:
+    """What arrives in low-latency mode."""
 
-    source: Int32[Array, "e C"]
-    layout_range: Int32[Array, "e D 2"]
-    topk_idx: Int32[Array, "T K"]
-    weights: Float32[Array, "T K"]
+    x: Shaped[Array, "e C H"]
+    scale: Float32[Array, "..."]  # [e, H / 128, C] in FP8
+    counts: Int32[Array, " e"]
+    handle: LowLatencyHandle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,20 +231,18 @@ class LowLatency(_DeepEp):
         return LowLatencyInFlight(
             x=received,
             scale=scale,
-            source=source,
-            layout_range=layout_range,
             counts=counts,
-            topk_idx=topk_idx,
-            weights=topk_weights,
+            handle=LowLatencyHandle(source, layout_range, topk_idx, topk_weights),
         )
 
     def dispatch_finish(self, in_flight: LowLatencyInFlight) -> DispatchOutput[MaskedTokens]:
-        num_tokens, top_k = in_flight.topk_idx.shape
+        handle = in_flight.handle
+        num_tokens, top_k = handle.topk_idx.shape
         arrays = (
             in_flight.x,
             in_flight.scale,
-            in_flight.source,
-            in_flight.layout_range,
+            handle.source,
+            handle.layout_range,
             in_flight.counts,
         )
         if self.split:
@@ -266,12 +257,7 @@ class LowLatency(_DeepEp):
             )
         x, scale, source, layout_range, counts = arrays
         tokens = MaskedTokens(x, counts, scale if self.fp8 else None)
-        handle = LowLatencyHandle(
-            source=source,
-            layout_range=layout_range,
-            topk_idx=in_flight.topk_idx,
-            weights=in_flight.weights,
-        )
+        handle = dataclasses.replace(handle, source=source, layout_range=layout_range)
         return DispatchOutput(tokens, handle)
 
     def combine_start(self, y: MaskedTokens, handle: LowLatencyHandle) -> Float[Array, "T H"]:
