@@ -236,7 +236,7 @@ def test_making_an_executable_waits_for_its_kernels():
     """The stage does not depend on the platform: here on the CPU, where no kernel can be loaded."""
     cuda = pytest.importorskip("custom_calls._cuda")
     target = "jaxmoe_test_deep_gemm"
-    stages = cuda.registrations()["jaxmoe_cuda_deep_gemm_bf16"]
+    stages = cuda.deep_gemm_registrations()["jaxmoe_cuda_deep_gemm_bf16"]
     jax.ffi.register_ffi_target(target, stages, platform="cpu")
 
     def compile_program(kernel: int):
