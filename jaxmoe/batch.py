@@ -11,6 +11,7 @@ It is routed to no expert, so it costs no communication.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -66,6 +67,21 @@ Batch = PrefillBatch | DecodeBatch
 def of_rank(batch: Batch) -> Batch:
     """The batch without its rank dimension, which is 1 inside `shard_map`."""
     return jax.tree.map(lambda x: x[0], batch)
+
+
+def split(batch: Batch, num_parts: int) -> list[Batch]:
+    """Local batches of consecutive tokens (prefill) or requests (decode), equally many if possible.
+
+    All parts of a prefill batch list all its pages: a sequence may have tokens in several.
+    """
+    num_tokens = batch.token_ids.shape[0]
+    bounds = [part * num_tokens // num_parts for part in range(num_parts + 1)]
+    names = ["token_ids", "positions", "slots"]
+    names.append("request" if isinstance(batch, PrefillBatch) else "page_table")
+    return [
+        dataclasses.replace(batch, **{name: getattr(batch, name)[start:stop] for name in names})
+        for start, stop in itertools.pairwise(bounds)
+    ]
 
 
 def empty_prefill(num_ranks: int, num_tokens: int, num_pages: int) -> PrefillBatch:

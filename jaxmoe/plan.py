@@ -13,12 +13,15 @@ from custom_calls.grouped_gemm import row_alignment
 from custom_calls.layouts import SCALE_BLOCK
 from custom_calls.runtime import EpSpec
 from jaxmoe.config import ModelConfig
+from jaxmoe.overlap.schedule import Overlap
 
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
 MOE_A2A_BACKENDS = tuple(ep.NORMAL)
 QUANTIZATIONS = ("none", "fp8")
+TWO_BATCH_OVERLAP_HELP = "one half of the tokens is computed while the other half is under way"
+SINGLE_BATCH_OVERLAP_HELP = "the shared experts are computed while tokens are under way"
 QUANTIZATION_HELP = (
     "fp8: weights and activations in 128-blocks, other weights are quantised while loading; none: "
     "FP8 weights are dequantised while loading; default: what the checkpoint is"
@@ -51,6 +54,9 @@ class ExecutionPlan:
       dispatch_mode: see `DispatchMode`.
       max_dispatch_tokens_per_rank: tokens one dispatch moves at most from a rank; the MoE layer
         splits a larger batch into several dispatches. None: any number.
+      overlap: see `Overlap`.
+      overlap_min_tokens: a rank's tokens from which on a step overlaps; smaller ones do not, and
+        none of fewer than two.
       moe_a2a_backend: who moves tokens, a name in `custom_calls.ep`.
       fp8_dispatch: tokens are quantised before they are sent, for FP8 experts.
       grouped_gemm, permute, quantize: implementation names of the experts' custom calls, None for
@@ -63,6 +69,8 @@ class ExecutionPlan:
     slots_per_rank: int
     dispatch_mode: DispatchMode
     max_dispatch_tokens_per_rank: int | None = None
+    overlap: Overlap = Overlap.NONE
+    overlap_min_tokens: int = 2
     moe_a2a_backend: str = "reference"
     fp8_dispatch: bool = False
     grouped_gemm: str | None = None
@@ -71,7 +79,8 @@ class ExecutionPlan:
     row_alignment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank", "row_alignment"):
+        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank", "row_alignment",
+                     "overlap_min_tokens"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -83,6 +92,18 @@ class ExecutionPlan:
     @property
     def num_physical_experts(self) -> int:
         return self.ep_size * self.slots_per_rank
+
+    def overlap_of(self, num_tokens: int) -> Overlap:
+        """What a step of so many tokens on a rank, padding included, overlaps."""
+        is_enough = num_tokens >= max(2, self.overlap_min_tokens)
+        return self.overlap if is_enough else Overlap.NONE
+
+    def dispatch_parts(self, num_tokens: int) -> list[slice]:
+        """The tokens of each dispatch when there are so many."""
+        bound = self.max_dispatch_tokens_per_rank or num_tokens
+        return [
+            slice(start, min(start + bound, num_tokens)) for start in range(0, num_tokens, bound)
+        ]
 
     def expected_rows(self, num_tokens: int, top_k: int) -> int:
         """Rows an expert gets on average when every rank dispatches so many tokens."""
@@ -96,18 +117,23 @@ def make_plans(
     slots_per_rank: int,
     max_dispatch_tokens_per_rank: int,
     moe_a2a_backend: str = "reference",
+    two_batch_overlap: bool = False,
+    single_batch_overlap: bool = False,
     quantization: Quantization | None = None,
 ) -> tuple[ExecutionPlan, ExecutionPlan]:
     """The plans of prefill and of decode of a model with this quantisation.
 
     "auto" is normal dispatch in prefill and low-latency dispatch in decode; a mode's name is that
-    mode in both. The token bound is low-latency dispatch's: its slab has room for every rank's
-    tokens at every expert.
+    mode in both. Two-batch overlap includes what single-batch overlap does. The token bound is
+    low-latency dispatch's: its slab has room for every rank's tokens at every expert.
     """
     if deepep_mode not in DEEPEP_MODES:
         raise ValueError(f"deepep_mode must be one of {DEEPEP_MODES}, got {deepep_mode!r}")
     auto = (DispatchMode.NORMAL, DispatchMode.LOW_LATENCY)
     modes = auto if deepep_mode == "auto" else 2 * (DispatchMode(deepep_mode),)
+    overlaps = 2 * (Overlap.SINGLE_BATCH if single_batch_overlap else Overlap.NONE,)
+    if two_batch_overlap:
+        overlaps = (Overlap.TWO_BATCH_PREFILL, Overlap.TWO_BATCH_DECODE)
     prefill, decode = (
         ExecutionPlan(
             ep_size=ep_size,
@@ -116,12 +142,13 @@ def make_plans(
             max_dispatch_tokens_per_rank=(
                 max_dispatch_tokens_per_rank if mode is DispatchMode.LOW_LATENCY else None
             ),
+            overlap=overlap,
             moe_a2a_backend=moe_a2a_backend,
             # XLA's all-to-all moves what it is given; rows of bytes only cost it conversions.
             fp8_dispatch=quantization is Quantization.FP8 and moe_a2a_backend != "reference",
             row_alignment=row_alignment(),
         )
-        for mode in modes
+        for mode, overlap in zip(modes, overlaps, strict=True)
     )
     return prefill, decode
 
@@ -148,6 +175,7 @@ def ep_spec(
         normal_tokens=most(DispatchMode.NORMAL),
         low_latency_tokens=most(DispatchMode.LOW_LATENCY),
         itemsize=jnp.dtype(dtype).itemsize,
+        num_micro_batches=max(plan.overlap.num_micro_batches for plan in plans),
         backend=plans[0].moe_a2a_backend,
     )
 

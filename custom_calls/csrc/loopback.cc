@@ -188,7 +188,7 @@ std::string Received(const EpGroup& group, int64_t channel, int64_t rank, int64_
   return "";
 }
 
-Future NormalDispatchFinish(int32_t device, Int32s<1> token, int64_t channel,
+Future NormalDispatchFinish(int32_t device, Int32s<1> token, AnyBuffer, int64_t channel,
                             int64_t slots_per_rank, Out<AnyBuffer> x, Out<Int32s<2>> group_idx, Out<Floats<2>> weights,
                             Out<Int32s<1>> source) {
   Place place(device, channel);
@@ -241,7 +241,7 @@ Future NormalDispatchFinish(int32_t device, Int32s<1> token, int64_t channel,
   return future;
 }
 
-Future LowLatencyDispatchFinish(int32_t device, Int32s<1> token, int64_t channel,
+Future LowLatencyDispatchFinish(int32_t device, Int32s<1> token, AnyBuffer, int64_t channel,
                                 int64_t tokens_per_rank, int64_t top_k, Out<AnyBuffer> x,
                                 Out<Int32s<1>> counts, Out<Int32s<2>> source) {
   Place place(device, channel);
@@ -386,7 +386,7 @@ void AddUp(const char* window, const Totals& totals) {
   }
 }
 
-Future CombineFinish(int32_t device, Int32s<1> token, Int32s<2> topk_idx, Floats<2> weights,
+Future CombineFinish(int32_t device, Int32s<1> token, AnyBuffer, Int32s<2> topk_idx, Floats<2> weights,
                      int64_t channel, int64_t slots_per_rank, bool by_expert, Out<AnyBuffer> y) {
   Place place(device, channel);
   if (!place.error.empty()) return Failed(place.error);
@@ -445,6 +445,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kEpNormalDispatchFinish, NormalDispatchFinish,
                               Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<Int32s<1>>()
+                                  .Arg<AnyBuffer>()
                                   .Attr<int64_t>("channel")
                                   .Attr<int64_t>("slots_per_rank")
                                   .Ret<AnyBuffer>()
@@ -456,6 +457,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kEpLowLatencyDispatchFinish, LowLatencyDispatchFin
                               Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<Int32s<1>>()
+                                  .Arg<AnyBuffer>()
                                   .Attr<int64_t>("channel")
                                   .Attr<int64_t>("tokens_per_rank")
                                   .Attr<int64_t>("top_k")
@@ -477,6 +479,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kEpCombineFinish, CombineFinish,
                               Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<Int32s<1>>()
+                                  .Arg<AnyBuffer>()
                                   .Arg<Int32s<2>>()
                                   .Arg<Floats<2>>()
                                   .Attr<int64_t>("channel")

@@ -34,7 +34,10 @@ class DispatchOutput(Generic[Tokens]):
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """A mode of a backend. Of one dispatcher, a call must have come back before the next begins."""
+    """A mode of a backend. Of one dispatcher, a call must have come back before the next begins.
+
+    `after`: the call begins when this array has been computed, too.
+    """
 
     def rank(self) -> Int32[Array, ""]:
         """This device's rank among all that exchange tokens."""
@@ -50,11 +53,11 @@ class Dispatcher(Protocol):
     ) -> Any:
         """Send tokens to physical experts; -1 is none.
 
-        An expert lives on rank idx // slots_per_rank. Begins when `after` has been computed.
+        An expert lives on rank idx // slots_per_rank.
         """
         ...
 
-    def dispatch_finish(self, in_flight: Any) -> DispatchOutput:
+    def dispatch_finish(self, in_flight: Any, *, after: Array | None = None) -> DispatchOutput:
         """The arrived tokens by local expert, in each in an order of the dispatcher's own."""
         ...
 
@@ -62,7 +65,9 @@ class Dispatcher(Protocol):
         """Send the experts' results, in the layout and order in which their tokens came, back."""
         ...
 
-    def combine_finish(self, in_flight: Any, handle: Any) -> Float[Array, "T H"]:
+    def combine_finish(
+        self, in_flight: Any, handle: Any, *, after: Array | None = None
+    ) -> Float[Array, "T H"]:
         """Each token's results, weighed and added up; a token that went nowhere gets zeros."""
         ...
 

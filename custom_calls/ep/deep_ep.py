@@ -1,7 +1,8 @@
 """Dispatch and combine between the GPUs of one host, with DeepEP's kernels. Local shapes.
 
 The group is the one that `custom_calls.runtime.bootstrap` made, its ranks are GPUs of one process
-or of several. Tokens are bfloat16. Within an expert, normal mode has `reference`'s order of rows;
+or of several. Tokens are bfloat16. A GPU runs a program's kernels in its order, so that a finish
+has no `after` to wait for. Within an expert, normal mode has `reference`'s order of rows;
 low-latency mode has the rows in the order in which they came.
 """
 
@@ -124,7 +125,9 @@ class Normal(_DeepEp):
             hidden=x.shape[1],
         )
 
-    def dispatch_finish(self, in_flight: NormalInFlight) -> DispatchOutput[ContiguousTokens]:
+    def dispatch_finish(
+        self, in_flight: NormalInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[ContiguousTokens]:
         num_rows, top_k = in_flight.group_idx.shape
         slots = self.slots_per_rank
         tokens, row_of = permute_contiguous(
@@ -159,7 +162,7 @@ class Normal(_DeepEp):
         return combined
 
     def combine_finish(
-        self, in_flight: Float[Array, "T H"], handle: NormalHandle
+        self, in_flight: Float[Array, "T H"], handle: NormalHandle, *, after: Array | None = None
     ) -> Float[Array, "T H"]:
         return in_flight
 
@@ -235,7 +238,9 @@ class LowLatency(_DeepEp):
             handle=LowLatencyHandle(source, layout_range, topk_idx, topk_weights),
         )
 
-    def dispatch_finish(self, in_flight: LowLatencyInFlight) -> DispatchOutput[MaskedTokens]:
+    def dispatch_finish(
+        self, in_flight: LowLatencyInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[MaskedTokens]:
         handle = in_flight.handle
         num_tokens, top_k = handle.topk_idx.shape
         arrays = (
@@ -277,7 +282,11 @@ class LowLatency(_DeepEp):
         return combined
 
     def combine_finish(
-        self, in_flight: Float[Array, "T H"], handle: LowLatencyHandle
+        self,
+        in_flight: Float[Array, "T H"],
+        handle: LowLatencyHandle,
+        *,
+        after: Array | None = None,
     ) -> Float[Array, "T H"]:
         if not self.split:
             return in_flight

@@ -121,6 +121,7 @@ class _Loopback(Exchange):
         in_flight: CombineInFlight,
         topk_idx: Int32[Array, "T K"],
         weights: Float32[Array, "T K"],
+        after: Array | None,
         *,
         by_expert: bool,
     ) -> Float[Array, "T H"]:
@@ -128,6 +129,7 @@ class _Loopback(Exchange):
             "combine_finish",
             (jax.ShapeDtypeStruct((topk_idx.shape[0], in_flight.hidden), in_flight.dtype),),
             in_flight.token,
+            in_flight.token if after is None else after,
             topk_idx,
             weights,
             channel=2 * self.channel + 1,
@@ -162,7 +164,9 @@ class Normal(_Loopback):
     ) -> DispatchInFlight:
         return self._dispatch_start(x, topk_idx, topk_weights, after, by_expert=False)
 
-    def dispatch_finish(self, in_flight: DispatchInFlight) -> DispatchOutput[ContiguousTokens]:
+    def dispatch_finish(
+        self, in_flight: DispatchInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[ContiguousTokens]:
         num_tokens, top_k = in_flight.topk_idx.shape
         rows, slots = runtime.current().spec.max_ep_size * num_tokens, self.slots_per_rank
         x, group_idx, weights, source = self._call(
@@ -174,6 +178,7 @@ class Normal(_Loopback):
                 jax.ShapeDtypeStruct((rows,), jnp.int32),
             ),
             in_flight.token,
+            in_flight.token if after is None else after,
             channel=2 * self.channel,
             slots_per_rank=slots,
         )
@@ -196,10 +201,10 @@ class Normal(_Loopback):
         return self._combine_start(partial, handle.source, num_tokens, by_expert=False)
 
     def combine_finish(
-        self, in_flight: CombineInFlight, handle: NormalHandle
+        self, in_flight: CombineInFlight, handle: NormalHandle, *, after: Array | None = None
     ) -> Float[Array, "T H"]:
         ones = jnp.ones(handle.topk_idx.shape, jnp.float32)  # every rank has weighed its part
-        return self._combine_finish(in_flight, handle.topk_idx, ones, by_expert=False)
+        return self._combine_finish(in_flight, handle.topk_idx, ones, after, by_expert=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +224,9 @@ class LowLatency(_Loopback):
     ) -> DispatchInFlight:
         return self._dispatch_start(x, topk_idx, topk_weights, after, by_expert=True)
 
-    def dispatch_finish(self, in_flight: DispatchInFlight) -> DispatchOutput[MaskedTokens]:
+    def dispatch_finish(
+        self, in_flight: DispatchInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[MaskedTokens]:
         num_tokens, top_k = in_flight.topk_idx.shape
         slots, rows = self.slots_per_rank, runtime.current().spec.max_ep_size * num_tokens
         capacity = -(-rows // self.alignment) * self.alignment
@@ -231,6 +238,7 @@ class LowLatency(_Loopback):
                 jax.ShapeDtypeStruct((slots, capacity), jnp.int32),
             ),
             in_flight.token,
+            in_flight.token if after is None else after,
             channel=2 * self.channel,
             tokens_per_rank=num_tokens,
             top_k=top_k,
@@ -244,6 +252,8 @@ class LowLatency(_Loopback):
         return self._combine_start(y.x, handle.source, handle.topk_idx.size, by_expert=True)
 
     def combine_finish(
-        self, in_flight: CombineInFlight, handle: LowLatencyHandle
+        self, in_flight: CombineInFlight, handle: LowLatencyHandle, *, after: Array | None = None
     ) -> Float[Array, "T H"]:
-        return self._combine_finish(in_flight, handle.topk_idx, handle.weights, by_expert=True)
+        return self._combine_finish(
+            in_flight, handle.topk_idx, handle.weights, after, by_expert=True
+        )

@@ -5,6 +5,8 @@ exchange the blocks, `permute` what arrived into expert order; combine undoes th
 
 Block sizes are the largest possible ones, so nothing can overflow and nothing is ever dropped. Rows
 that carry no token hold unspecified values, travel with their block and are never read.
+
+XLA orders its collectives itself: `after` says nothing here.
 """
 
 import dataclasses
@@ -86,7 +88,9 @@ class Normal(Exchange):
             hidden=x.shape[1],
         )
 
-    def dispatch_finish(self, in_flight: NormalInFlight) -> DispatchOutput[ContiguousTokens]:
+    def dispatch_finish(
+        self, in_flight: NormalInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[ContiguousTokens]:
         num_ranks, num_tokens, row_size = in_flight.x.shape
         rows, slots = num_ranks * num_tokens, self.slots_per_rank
         group_idx = in_flight.group_idx.reshape(rows, -1)
@@ -109,7 +113,7 @@ class Normal(Exchange):
         return self._exchange(partial.reshape(num_ranks, -1, partial.shape[-1]))
 
     def combine_finish(
-        self, in_flight: Float[Array, "D T H"], handle: NormalHandle
+        self, in_flight: Float[Array, "D T H"], handle: NormalHandle, *, after: Array | None = None
     ) -> Float[Array, "T H"]:
         rows = in_flight.reshape(-1, in_flight.shape[-1])
         return unpermute(rows, handle.sent_to, None, implementation=self.permute)
@@ -176,7 +180,9 @@ class LowLatency(Exchange):
             hidden=x.shape[1],
         )
 
-    def dispatch_finish(self, in_flight: LowLatencyInFlight) -> DispatchOutput[MaskedTokens]:
+    def dispatch_finish(
+        self, in_flight: LowLatencyInFlight, *, after: Array | None = None
+    ) -> DispatchOutput[MaskedTokens]:
         num_ranks, slots, num_tokens, row_size = in_flight.x.shape
         row = jnp.arange(num_tokens, dtype=jnp.int32)[None, None, :]
         is_token = row < in_flight.counts[:, :, None]
@@ -202,7 +208,11 @@ class LowLatency(Exchange):
         return self._exchange(rows.reshape(-1, slots, num_tokens, hidden))
 
     def combine_finish(
-        self, in_flight: Float[Array, "D e T H"], handle: LowLatencyHandle
+        self,
+        in_flight: Float[Array, "D e T H"],
+        handle: LowLatencyHandle,
+        *,
+        after: Array | None = None,
     ) -> Float[Array, "T H"]:
         rows = in_flight.reshape(-1, in_flight.shape[-1])
         return unpermute(rows, handle.sent_to, handle.weights, implementation=self.permute)

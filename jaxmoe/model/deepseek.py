@@ -13,8 +13,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from custom_calls.ep import Dispatcher
 from custom_calls.gemm import gemm
-from jaxmoe.batch import Batch
+from jaxmoe.batch import Batch, split
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.kv_cache import KVCache
@@ -23,7 +24,10 @@ from jaxmoe.model.mla import MultiHeadLatentAttention
 from jaxmoe.model.mlp import MLP
 from jaxmoe.model.norm import RMSNorm
 from jaxmoe.model.rope import rotation
-from jaxmoe.moe.layer import MoE
+from jaxmoe.moe.dispatcher import make_dispatcher
+from jaxmoe.moe.layer import MoE, MoEPass
+from jaxmoe.overlap.emit import emit
+from jaxmoe.overlap.schedule import EXCHANGE, Layers, Op, Overlap, Stage, make_schedule
 from jaxmoe.plan import ExecutionPlan, Quantization
 
 
@@ -89,28 +93,87 @@ class DeepseekModel(nnx.Module):
         placement: ExpertPlacement,
         plan: ExecutionPlan,
     ) -> tuple[Float[Array, "T H"], KVCache, Activations]:
-        """The normalised last hidden state of each token, the cache with their latents."""
-        is_token = batch.positions >= 0
-        rotate = rotation(batch.positions, self.config)
-        x = self.embed_tokens(batch.token_ids)
-        latent, hidden, topk_idx = list(cache.latent), [], []
-        for idx, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{idx}"):
-                with jax.named_scope("attention"):
-                    attended, latent[idx] = layer.self_attn(
-                        layer.input_layernorm(x), latent[idx], batch, rotate
-                    )
-                x = x + attended
-                normed = layer.post_attention_layernorm(x)
-                if isinstance(layer.mlp, MoE):
-                    y, routing = layer.mlp(normed, is_token, placement, plan)
-                    topk_idx.append(routing.topk_idx)
-                else:
-                    y = layer.mlp(normed)
-                x = x + y
-            hidden.append(x)
+        """The normalised last hidden state of each token, the cache with their latents.
+
+        With overlap, in the order of the plan's schedule.
+        """
+        overlap = plan.overlap_of(batch.token_ids.shape[0])
+        parts = split(batch, overlap.num_micro_batches)
+        latent = list(cache.latent)
+        passes = [
+            _DecoderPass(self, part, latent, placement, plan, make_dispatcher(plan, channel=i))
+            for i, part in enumerate(parts)
+        ]
+        layers = Layers(
+            num_dense=self.config.first_k_dense_replace,
+            num_moe=self.config.num_moe_layers,
+            num_parts=tuple(len(plan.dispatch_parts(len(part.token_ids))) for part in parts),
+        )
+        emit(
+            make_schedule(overlap, layers),
+            lambda op, after: passes[op.micro_batch].run(op, after),
+            is_pinned=overlap is not Overlap.NONE and plan.moe_a2a_backend != "reference",
+        )
+        x, hidden, topk_idx = jax.tree.map(
+            lambda *parts: jnp.concatenate(parts), *((p.x, p.hidden, p.topk_idx) for p in passes)
+        )
         activations = Activations(hidden=tuple(hidden), topk_idx=tuple(topk_idx))
         return self.norm(x), KVCache(latent=tuple(latent)), activations
+
+
+class _DecoderPass:
+    """A micro-batch on its way through the layers, while a step is traced.
+
+    Attributes:
+      x: the residual stream.
+      hidden, topk_idx: as in `Activations`.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekModel,
+        batch: Batch,
+        latent: list[Array],
+        placement: ExpertPlacement,
+        plan: ExecutionPlan,
+        dispatcher: Dispatcher,
+    ):
+        """`latent`, every layer's pool, is shared with the other micro-batches and changed."""
+        self._layers = model.layers
+        self._batch = batch
+        self._latent = latent
+        self._how = placement, plan, dispatcher
+        self._is_token = batch.positions >= 0
+        self._rotate = rotation(batch.positions, model.config)
+        self.x = model.embed_tokens(batch.token_ids)
+        self.hidden: list[Array] = []
+        self.topk_idx: list[Array] = []
+
+    def run(self, op: Op, after: Array | None) -> Array:
+        """Trace a stage; an array that it computes. Communication begins after `after`."""
+        layer = self._layers[op.layer]
+        with jax.named_scope(f"layer_{op.layer}"), jax.named_scope(op.stage.value):
+            if op.stage is Stage.ATTENTION:
+                attended, self._latent[op.layer] = layer.self_attn(
+                    layer.input_layernorm(self.x), self._latent[op.layer], self._batch, self._rotate
+                )
+                self.x = self.x + attended
+                self._normed = layer.post_attention_layernorm(self.x)
+                if isinstance(layer.mlp, MoE):
+                    self._moe = MoEPass(layer.mlp, self._normed, self._is_token, *self._how)
+                return self._normed
+            if op.stage is Stage.MLP:
+                return self._finish(layer.mlp(self._normed))
+            stage = getattr(self._moe, op.stage.value)
+            if op.stage is Stage.OUTPUT:
+                self.topk_idx.append(self._moe.routing.topk_idx)
+                return self._finish(stage())
+            return stage(op.part, after) if op.stage in EXCHANGE else stage()
+
+    def _finish(self, y: Array) -> Array:
+        self.x = self.x + y
+        self.hidden.append(self.x)
+        return self.x
 
 
 class DeepseekForCausalLM(nnx.Module):

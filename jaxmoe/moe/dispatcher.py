@@ -5,7 +5,8 @@ from jaxmoe import sharding
 from jaxmoe.plan import DispatchMode, ExecutionPlan
 
 
-def make_dispatcher(plan: ExecutionPlan) -> ep.Dispatcher:
+def make_dispatcher(plan: ExecutionPlan, *, channel: int = 0) -> ep.Dispatcher:
+    """Dispatchers whose calls may overlap have different channels (micro-batches)."""
     backends = ep.NORMAL if plan.dispatch_mode is DispatchMode.NORMAL else ep.LOW_LATENCY
     return backends[plan.moe_a2a_backend](
         axis_name=sharding.EP_AXIS,
@@ -14,4 +15,5 @@ def make_dispatcher(plan: ExecutionPlan) -> ep.Dispatcher:
         fp8=plan.fp8_dispatch,
         permute=plan.permute,
         quantize=plan.quantize,
+        channel=channel,
     )

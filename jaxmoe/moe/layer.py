@@ -1,7 +1,4 @@
-"""The mixture-of-experts layer. Local shapes inside `shard_map`.
-
-Its steps are methods of their own, named as overlap schedules name them.
-"""
+"""The mixture-of-experts layer, in the stages of overlap schedules. Local shapes."""
 
 from typing import Any
 
@@ -15,7 +12,6 @@ from custom_calls.ep import Dispatcher
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.model.mlp import MLP
-from jaxmoe.moe.dispatcher import make_dispatcher
 from jaxmoe.moe.experts import Experts
 from jaxmoe.moe.router import Router, Routing
 from jaxmoe.plan import ExecutionPlan, Quantization
@@ -39,69 +35,86 @@ class MoE(nnx.Module):
         self.experts = Experts(config, num_slots, **how)
         self.shared_experts = MLP(config.hidden_size, config.n_shared_experts * width, **how)
 
-    def __call__(
+
+class MoEPass:
+    """Tokens on their way through a layer, while a step is traced.
+
+    One method for each stage of `jaxmoe.overlap.schedule`, which says in what order they may be
+    called; each returns an array that it computes, and communication begins when `after` has been
+    computed. More tokens than one dispatch takes are sent in parts, one after the other.
+    """
+
+    def __init__(
         self,
+        layer: MoE,
         x: Float[Array, "T H"],
         is_token: Bool[Array, " T"],
         placement: ExpertPlacement,
         plan: ExecutionPlan,
-    ) -> tuple[Float[Array, "T H"], Routing]:
-        """The layer's output and the logical experts it used."""
-        with jax.named_scope("gate"):
-            routing = self.gate(x, is_token)
-        dispatcher = make_dispatcher(plan)
-        physical = self.place(routing, placement, dispatcher, plan)
-        bound = plan.max_dispatch_tokens_per_rank or x.shape[0]
-        parts: list[Array] = []
-        for start in range(0, x.shape[0], bound):
-            part = slice(start, start + bound)
-            routing_of_part = jax.tree.map(lambda a, part=part: a[part], physical)
-            after = parts[-1] if parts else None
-            parts.append(self.run_experts(x[part], routing_of_part, dispatcher, plan, after=after))
-        with jax.named_scope("shared_experts"):
-            shared = self.shared_experts(x)
-        return jnp.concatenate(parts) + shared, routing
-
-    def place(
-        self,
-        routing: Routing,
-        placement: ExpertPlacement,
         dispatcher: Dispatcher,
-        plan: ExecutionPlan,
-    ) -> Routing:
-        """The same routing in physical experts."""
+    ):
+        self._layer = layer
+        self._x = x
+        self._is_token = is_token
+        self._placement = placement
+        self._plan = plan
+        self._dispatcher = dispatcher
+        self._parts = plan.dispatch_parts(x.shape[0])
+        self._combined: list[Array] = []
+
+    def gate(self) -> Array:
+        """Choose logical experts, then the physical ones that have them."""
+        self.routing = self._layer.gate(self._x, self._is_token)
         with jax.named_scope("place"):
-            topk_idx = placement.to_physical(
-                routing.topk_idx,
-                layer=self.layer_idx,
-                rank=dispatcher.rank(),
-                slots_per_rank=plan.slots_per_rank,
+            topk_idx = self._placement.to_physical(
+                self.routing.topk_idx,
+                layer=self._layer.layer_idx,
+                rank=self._dispatcher.rank(),
+                slots_per_rank=self._plan.slots_per_rank,
             )
-        return Routing(topk_idx=topk_idx, topk_weights=routing.topk_weights)
+        self._physical = Routing(topk_idx=topk_idx, topk_weights=self.routing.topk_weights)
+        return topk_idx
 
-    def run_experts(
-        self,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        dispatcher: Dispatcher,
-        plan: ExecutionPlan,
-        *,
-        after: Array | None = None,
-    ) -> Float[Array, "T H"]:
-        """The routed experts' weighted sum for one dispatch of tokens, made after `after`."""
-        with jax.named_scope("dispatch"):
-            in_flight = dispatcher.dispatch_start(
-                x, routing.topk_idx, routing.topk_weights, after=after
-            )
-            arrived = dispatcher.dispatch_finish(in_flight)
-        with jax.named_scope("experts"):
-            y = self.experts(
-                arrived.tokens,
-                dtype=x.dtype,
-                expected_rows=plan.expected_rows(*routing.topk_idx.shape),
-                gemm_implementation=plan.grouped_gemm,
-                quantize_implementation=plan.quantize,
-            )
-        with jax.named_scope("combine"):
-            in_flight = dispatcher.combine_start(y, arrived.handle)
-            return dispatcher.combine_finish(in_flight, arrived.handle)
+    def dispatch_start(self, part: int, after: Array | None) -> Array:
+        here = self._parts[part]
+        self._in_flight = self._dispatcher.dispatch_start(
+            self._x[here],
+            self._physical.topk_idx[here],
+            self._physical.topk_weights[here],
+            after=self._combined[-1] if self._combined else after,
+        )
+        return jax.tree.leaves(self._in_flight)[0]
+
+    def dispatch_finish(self, part: int, after: Array | None) -> Array:
+        self._arrived = self._dispatcher.dispatch_finish(self._in_flight, after=after)
+        return self._arrived.tokens.x
+
+    def experts(self, part: int, after: Array | None) -> Array:
+        here = self._parts[part]
+        top_k = self._physical.topk_idx.shape[1]
+        self._y = self._layer.experts(
+            self._arrived.tokens,
+            dtype=self._x.dtype,
+            expected_rows=self._plan.expected_rows(here.stop - here.start, top_k),
+            gemm_implementation=self._plan.grouped_gemm,
+            quantize_implementation=self._plan.quantize,
+        )
+        return self._y.x
+
+    def combine_start(self, part: int, after: Array | None) -> Array:
+        self._in_flight = self._dispatcher.combine_start(self._y, self._arrived.handle)
+        return jax.tree.leaves(self._in_flight)[0]
+
+    def combine_finish(self, part: int, after: Array | None) -> Array:
+        combined = self._dispatcher.combine_finish(
+            self._in_flight, self._arrived.handle, after=after
+        )
+        self._combined.append(combined)
+        return combined
+
+    def shared_experts(self) -> Array:
+        self._shared = self._layer.shared_experts(self._x)
+        return self._shared
+
+    def output(self) -> Float[Array, "T H"]:
+        return jnp.concatenate(self._combined) + self._shared
