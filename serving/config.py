@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.overlap.split import DEFAULT_THRESHOLD
 from jaxmoe.plan import (
     DEEPEP_MODES,
     DTYPES,
     MOE_A2A_BACKENDS,
     QUANTIZATION_HELP,
     QUANTIZATIONS,
+    SINGLE_BATCH_OVERLAP_HELP,
+    TWO_BATCH_OVERLAP_HELP,
 )
 from serving.engine import EngineLimits
 
@@ -66,6 +69,13 @@ class ServerConfig:
         "dispatch: auto is normal in prefill and low_latency in decode",
         choices=DEEPEP_MODES,
     )
+    enable_two_batch_overlap: bool = _flag(False, TWO_BATCH_OVERLAP_HELP)
+    enable_single_batch_overlap: bool = _flag(False, SINGLE_BATCH_OVERLAP_HELP)
+    tbo_token_distribution_threshold: float = _flag(
+        DEFAULT_THRESHOLD,
+        "share of a prefill's tokens below which no half of a two-batch overlap falls: a sequence "
+        "is cut rather",
+    )
     max_dispatch_tokens_per_rank: int = _flag(
         128, "tokens a rank sends in one low-latency dispatch; larger batches are split"
     )
@@ -114,6 +124,11 @@ class ServerConfig:
             raise ValueError(
                 f"--moe-a2a-backend reference moves tokens within one process, --nnodes is "
                 f"{self.nnodes}: choose loopback on CPUs, deepep on GPUs"
+            )
+        if not 0 <= self.tbo_token_distribution_threshold <= 0.5:
+            raise ValueError(
+                f"--tbo-token-distribution-threshold must be between 0 and 0.5, got "
+                f"{self.tbo_token_distribution_threshold}"
             )
         if self.ep_size is not None and self.ep_size % self.nnodes:
             raise ValueError(
@@ -207,12 +222,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(ServerConfig):
         options = dict(field.metadata)
         kind = str(field.type).split(" | ")[0].removeprefix("<class '").removesuffix("'>")
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=types[kind],
-            default=field.default,
-            **options,
-        )
+        flag = f"--{field.name.replace('_', '-')}"
+        if kind == "bool":
+            parser.add_argument(flag, action="store_true", **options)
+        else:
+            parser.add_argument(flag, type=types[kind], default=field.default, **options)
 
 
 def from_arguments(args: argparse.Namespace) -> ServerConfig:

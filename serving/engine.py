@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from custom_calls import deep_gemm
 from jaxmoe import batch as batches
 from jaxmoe import kv_cache, sampling
+from jaxmoe.overlap.split import DEFAULT_THRESHOLD, place, split_requests, split_sequences
 from jaxmoe.plan import ExecutionPlan
 from jaxmoe.sampling import Sampled
 from jaxmoe.step import ShardedModel, Steps
@@ -91,11 +92,20 @@ class Engine:
         prefill: ExecutionPlan,
         decode: ExecutionPlan,
         cache_dtype: DTypeLike | None = None,
+        tbo_token_distribution_threshold: float = DEFAULT_THRESHOLD,
     ):
         self.limits = limits
         self.num_ranks = model.mesh.size
         self._model = model
         self._cache_dtype = model.dtype if cache_dtype is None else cache_dtype
+        self._plans = prefill, decode
+        self._threshold = tbo_token_distribution_threshold
+        self.overlap_counts = {
+            f"{phase}_{what}": 0
+            for phase in ("prefill", "decode")
+            for what in ("steps", "first_half_tokens", "second_half_tokens")
+        }
+        """Steps that ran as two micro-batches, and the tokens of their halves."""
         self._steps = Steps(model, prefill=prefill, decode=decode)
         self._cache = self._empty_cache()
 
@@ -152,12 +162,13 @@ class Engine:
         rows = np.zeros((self.num_ranks, limits.max_running), np.int32)
         sampled_rows: list[list[Request]] = [[] for _ in batch.chunks]
         targets = np.full((self.num_ranks, size), -1, np.int32)
-        first_row: dict[Request, int] = {}
+        rows_of: dict[Request, np.ndarray] = {}
+        places = self._place(batch, size)
         for rank, chunks in enumerate(batch.chunks):
             token, page = 0, 0
             for index, chunk in enumerate(chunks):
                 request, count = chunk.request, chunk.stop - chunk.start
-                span = slice(token, token + count)
+                span = places[rank][token : token + count]
                 positions = np.arange(chunk.start, chunk.stop, dtype=np.int32)
                 arrays.token_ids[rank, span] = request.tokens(chunk.start, chunk.stop)
                 arrays.positions[rank, span] = positions
@@ -170,11 +181,11 @@ class Engine:
                 arrays.page_start[rank, page_span] = np.arange(num_pages) * limits.page_size
                 if request.params.prompt_logprobs:
                     following = request.tokens(chunk.start + 1, chunk.stop + 1)
-                    targets[rank, token : token + len(following)] = following
-                first_row[request] = token
+                    targets[rank, span[: len(following)]] = following
+                rows_of[request] = span
                 token, page = token + count, page + num_pages
                 if chunk.is_last:
-                    rows[rank, len(sampled_rows[rank])] = token - 1
+                    rows[rank, len(sampled_rows[rank])] = span[-1]
                     sampled_rows[rank].append(request)
             arrays.num_pages[rank] = page
 
@@ -191,7 +202,7 @@ class Engine:
                     # The state of position p scores the token of position p + 1.
                     last = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
                     for position in range(chunk.start, last):
-                        row = first_row[chunk.request] + position - chunk.start
+                        row = rows_of[chunk.request][position - chunk.start]
                         logprob, top_ids, top_logprobs = (x[rank, row] for x in scores)
                         prompt_logprobs[position + 1] = _logprob(
                             targets[rank, row], logprob, top_ids, top_logprobs, chunk.request.params
@@ -206,19 +217,42 @@ class Engine:
     def _run_decode(self, batch: ScheduledDecode, size: int) -> list[StepResult]:
         limits = self.limits
         arrays = batches.empty_decode(self.num_ranks, size, limits.pages_per_sequence)
+        rows = np.zeros((self.num_ranks, size), np.int32)
+        places = self._place(batch, size)
         for rank, requests in enumerate(batch.requests):
-            for row, request in enumerate(requests):
+            rows[rank, : len(requests)] = places[rank]
+            for row, request in zip(places[rank], requests, strict=True):
                 position = request.num_tokens - 1
                 arrays.token_ids[rank, row] = request.output_ids[-1]
                 arrays.positions[rank, row] = position
                 arrays.slots[rank, row] = self._slots(request, np.asarray([position]))[0]
                 arrays.page_table[rank, row, : len(request.pages)] = request.pages
-        rows = np.broadcast_to(np.arange(size, dtype=np.int32), (self.num_ranks, size))
         hidden, self._cache = self._steps.forward(self._cache, arrays)
         tokens = self._sample(hidden, rows, batch.requests)
         return [
             StepResult(request, request.num_tokens, token, {}) for request, token in tokens.items()
         ]
+
+    def _place(self, batch: ScheduledBatch, size: int) -> list[np.ndarray]:
+        """The row of each token (prefill) or request (decode) of each rank, in their order: one
+        after the other, or both halves of the rows with their share where they are overlapped."""
+        if isinstance(batch, ScheduledPrefill):
+            plan, phase = self._plans[0], "prefill"
+            lengths = [[chunk.stop - chunk.start for chunk in chunks] for chunks in batch.chunks]
+            lefts = [split_sequences(of_rank, self._threshold) for of_rank in lengths]
+            counts = [sum(of_rank) for of_rank in lengths]
+        else:
+            plan, phase = self._plans[1], "decode"
+            counts = [len(requests) for requests in batch.requests]
+            lefts = [split_requests(count) for count in counts]
+        if plan.overlap_of(size).num_micro_batches == 1:
+            return [np.arange(count) for count in counts]
+        places = [place(count, left, size) for count, left in zip(counts, lefts, strict=True)]
+        first = sum(int((rows < size // 2).sum()) for rows in places)
+        self.overlap_counts[f"{phase}_steps"] += 1
+        self.overlap_counts[f"{phase}_first_half_tokens"] += first
+        self.overlap_counts[f"{phase}_second_half_tokens"] += sum(counts) - first
+        return places
 
     def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
         pages = np.asarray(request.pages, np.int32)[positions // self.limits.page_size]

@@ -24,6 +24,7 @@ from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
+from jaxmoe.overlap.split import DEFAULT_THRESHOLD
 from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
 from serving.member import MemberLink
-from serving.metrics import EpGroupCollector, GroupCollector, LoopMetrics
+from serving.metrics import CountsCollector, GroupCollector, LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
 from serving.rendezvous import Rendezvous, join
@@ -154,9 +155,11 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
     most = max(limits.chunk_tokens, limits.max_running)
     group = join_ep_group(model, plans, max_tokens=most, members=members)
     if group is not None:
-        registry.register(EpGroupCollector(group.counters))
+        registry.register(CountsCollector("ep", group.counters))
     peers = group or Alone()
-    engine = make_engine(model, limits, plans)
+    engine = make_engine(model, limits, plans, config.tbo_token_distribution_threshold)
+    if config.enable_two_batch_overlap:
+        registry.register(CountsCollector("two_batch_overlap", lambda: engine.overlap_counts))
     _warm_up(engine, peers)
     loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
     return _Node(model, tokenizer, engine, loop, metrics, registry)
@@ -215,15 +218,26 @@ def plans_of(config: ServerConfig, model: ShardedModel) -> tuple[ExecutionPlan, 
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
         moe_a2a_backend=config.a2a_backend(model.mesh.devices.flat[0].platform),
+        two_batch_overlap=config.enable_two_batch_overlap,
+        single_batch_overlap=config.enable_single_batch_overlap,
         quantization=model.quantization,
     )
 
 
 def make_engine(
-    model: ShardedModel, limits: EngineLimits, plans: tuple[ExecutionPlan, ExecutionPlan]
+    model: ShardedModel,
+    limits: EngineLimits,
+    plans: tuple[ExecutionPlan, ExecutionPlan],
+    tbo_token_distribution_threshold: float = DEFAULT_THRESHOLD,
 ) -> Engine:
     prefill, decode = plans
-    engine = Engine(model, limits, prefill=prefill, decode=decode)
+    engine = Engine(
+        model,
+        limits,
+        prefill=prefill,
+        decode=decode,
+        tbo_token_distribution_threshold=tbo_token_distribution_threshold,
+    )
     logger.info(
         "cache: %d pages of %d tokens on each rank, %.0f MiB in all",
         limits.num_pages - 1, limits.page_size, engine.cache_bytes / 2**20,

@@ -88,16 +88,17 @@ class LoopMetrics:
         return self._compilations.count - self._compilations_when_ready
 
 
-class EpGroupCollector(Collector):
-    """What the expert-parallel group counts, each as a metric: `jaxmoe_ep_remote_bytes_total`."""
+class CountsCollector(Collector):
+    """What something else counts, each as a metric: `jaxmoe_ep_remote_bytes_total` of "ep"."""
 
-    def __init__(self, counters: Callable[[], Mapping[str, int]]):
-        self._counters = counters
+    def __init__(self, name: str, counts: Callable[[], Mapping[str, int]]):
+        self._name = name
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        for name, count in self._counters().items():
-            what = f"Of the expert-parallel group: {name.replace('_', ' ')}"
-            yield CounterMetricFamily(f"jaxmoe_ep_{name}", what, value=count)
+        for name, count in self._counts().items():
+            name = f"{self._name}_{name}"
+            yield CounterMetricFamily(f"jaxmoe_{name}", name.replace("_", " "), value=count)
 
 
 class GroupCollector(Collector):

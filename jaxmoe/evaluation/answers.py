@@ -57,6 +57,8 @@ class EngineAnswerer:
         num_redundant_experts: int | None,
         deepep_mode: str,
         moe_a2a_backend: str,
+        two_batch_overlap: bool,
+        single_batch_overlap: bool,
         dtype: str,
         quantization: str | None,
         batch_size: int,
@@ -72,6 +74,8 @@ class EngineAnswerer:
             batch_size=batch_size,
             deepep_mode=deepep_mode,
             moe_a2a_backend=moe_a2a_backend,
+            two_batch_overlap=two_batch_overlap,
+            single_batch_overlap=single_batch_overlap,
         )
         self.model = self._engine.model
         self.tokenizer = Tokenizer.load(model_path)  # raises where the engine goes without one
@@ -83,6 +87,8 @@ class EngineAnswerer:
             "num_redundant_experts": self.model.num_slots - self._engine.config.n_routed_experts,
             "deepep_mode": deepep_mode,
             "moe_a2a_backend": moe_a2a_backend,
+            "two_batch_overlap": two_batch_overlap,
+            "single_batch_overlap": single_batch_overlap,
             "device": self.model.mesh.devices.flat[0].device_kind,
         }
 

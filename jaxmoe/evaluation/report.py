@@ -36,6 +36,8 @@ class Settings:
     ep_size: int | None = None
     deepep_mode: str | None = None
     moe_a2a_backend: str | None = None
+    two_batch_overlap: bool | None = None
+    single_batch_overlap: bool | None = None
     num_redundant_experts: int | None = None
     device: str | None = None
 

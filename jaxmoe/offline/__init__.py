@@ -33,6 +33,8 @@ def generate(
     batch_size: int = 32,
     deepep_mode: str = "auto",
     moe_a2a_backend: str = "reference",
+    two_batch_overlap: bool = False,
+    single_batch_overlap: bool = False,
 ) -> list[Generation]:
     """Continue each prompt, a text or its token ids; results in the order of the prompts.
 
@@ -59,5 +61,7 @@ def generate(
         batch_size=batch_size,
         deepep_mode=deepep_mode,
         moe_a2a_backend=moe_a2a_backend,
+        two_batch_overlap=two_batch_overlap,
+        single_batch_overlap=single_batch_overlap,
     )
     return engine.generate(prompts, options)

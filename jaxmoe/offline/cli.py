@@ -22,6 +22,8 @@ from jaxmoe.plan import (
     MOE_A2A_BACKENDS,
     QUANTIZATION_HELP,
     QUANTIZATIONS,
+    SINGLE_BATCH_OVERLAP_HELP,
+    TWO_BATCH_OVERLAP_HELP,
 )
 
 
@@ -51,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep-num-redundant-experts", type=int, metavar="N", help="extra expert slots")
     add("--deepep-mode", choices=DEEPEP_MODES, default="auto", help="(%(default)s)")
     add("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="reference", help="(%(default)s)")
+    add("--enable-two-batch-overlap", action="store_true", help=TWO_BATCH_OVERLAP_HELP)
+    add("--enable-single-batch-overlap", action="store_true", help=SINGLE_BATCH_OVERLAP_HELP)
     add("--dtype", choices=DTYPES, default="auto", help="auto: float32 on CPU, else the model's")
     add("--quantization", choices=QUANTIZATIONS, help=QUANTIZATION_HELP)
     add("--batch-size", type=int, default=32, metavar="N", help="over all devices (%(default)s)")
@@ -126,6 +130,8 @@ def _generate(args: argparse.Namespace, options: GenerationOptions, model_path: 
             chunk_tokens=args.chunk_tokens,
             deepep_mode=args.deepep_mode,
             moe_a2a_backend=args.moe_a2a_backend,
+            two_batch_overlap=args.enable_two_batch_overlap,
+            single_batch_overlap=args.enable_single_batch_overlap,
         )
         rejected = _run_all(engine, options, source, journal)
         journal.finish({"index": line.index, "error": line.error} for line in rejected)

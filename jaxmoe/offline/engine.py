@@ -102,6 +102,8 @@ class OfflineEngine:
         chunk_tokens: int | None = None,
         deepep_mode: str = "auto",
         moe_a2a_backend: str = "reference",
+        two_batch_overlap: bool = False,
+        single_batch_overlap: bool = False,
     ):
         """`chunk_tokens` is what one prefill step takes of each rank at most; None: what suits the
         platform.
@@ -125,6 +127,8 @@ class OfflineEngine:
             slots_per_rank=model.slots_per_rank,
             max_dispatch_tokens_per_rank=max(MAX_DISPATCH_TOKENS_PER_RANK, self._rows),
             moe_a2a_backend=moe_a2a_backend,
+            two_batch_overlap=two_batch_overlap,
+            single_batch_overlap=single_batch_overlap,
             quantization=model.quantization,
         )
         join_ep_group(model, (prefill, decode), max_tokens=max(chunk_tokens, self._rows))
@@ -144,6 +148,8 @@ class OfflineEngine:
         chunk_tokens: int | None = None,
         deepep_mode: str = "auto",
         moe_a2a_backend: str = "reference",
+        two_batch_overlap: bool = False,
+        single_batch_overlap: bool = False,
     ) -> "OfflineEngine":
         """Load a model directory, its experts spread over `ep_size` devices (None: all).
 
@@ -168,6 +174,8 @@ class OfflineEngine:
             chunk_tokens=chunk_tokens,
             deepep_mode=deepep_mode,
             moe_a2a_backend=moe_a2a_backend,
+            two_batch_overlap=two_batch_overlap,
+            single_batch_overlap=single_batch_overlap,
         )
 
     @property

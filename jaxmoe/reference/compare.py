@@ -28,6 +28,8 @@ from jaxmoe.plan import (
     MOE_A2A_BACKENDS,
     QUANTIZATION_HELP,
     QUANTIZATIONS,
+    SINGLE_BATCH_OVERLAP_HELP,
+    TWO_BATCH_OVERLAP_HELP,
     Quantization,
     check_quantization,
     make_plans,
@@ -171,6 +173,8 @@ def compare(
     ep_size: int,
     deepep_mode: str = "auto",
     moe_a2a_backend: str = "reference",
+    two_batch_overlap: bool = False,
+    single_batch_overlap: bool = False,
     dtype: DTypeLike = jnp.float32,
     quantization: Quantization | None = None,
     chunk_size: int | None = None,
@@ -199,6 +203,8 @@ def compare(
         expected,
         deepep_mode=deepep_mode,
         moe_a2a_backend=moe_a2a_backend,
+        two_batch_overlap=two_batch_overlap,
+        single_batch_overlap=single_batch_overlap,
         chunk_size=chunk_size,
         max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
     )
@@ -210,6 +216,8 @@ def compare_model(
     *,
     deepep_mode: str = "auto",
     moe_a2a_backend: str = "reference",
+    two_batch_overlap: bool = False,
+    single_batch_overlap: bool = False,
     chunk_size: int | None = None,
     max_dispatch_tokens_per_rank: int = DEFAULT_MAX_DISPATCH_TOKENS,
 ) -> Comparison:
@@ -220,6 +228,8 @@ def compare_model(
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
         moe_a2a_backend=moe_a2a_backend,
+        two_batch_overlap=two_batch_overlap,
+        single_batch_overlap=single_batch_overlap,
         quantization=model.quantization,
     )
     lengths = [trace.num_prompt_tokens for trace in expected]
@@ -353,6 +363,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deepep-mode", choices=DEEPEP_MODES, default="auto")
     parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="reference")
+    parser.add_argument(
+        "--enable-two-batch-overlap", action="store_true", help=TWO_BATCH_OVERLAP_HELP
+    )
+    parser.add_argument(
+        "--enable-single-batch-overlap", action="store_true", help=SINGLE_BATCH_OVERLAP_HELP
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument(
         "--quantization",
@@ -397,6 +413,8 @@ def run(args: argparse.Namespace) -> int:
                 ep_size=args.ep_size or jax.device_count(),
                 deepep_mode=args.deepep_mode,
                 moe_a2a_backend=args.moe_a2a_backend,
+                two_batch_overlap=args.enable_two_batch_overlap,
+                single_batch_overlap=args.enable_single_batch_overlap,
                 dtype=jnp.dtype(args.dtype),
                 quantization=resolve_quantization(args.quantization, config),
                 chunk_size=args.chunk_size,
