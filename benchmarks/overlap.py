@@ -1,0 +1,217 @@
+"""How much of the communication two-batch overlap hides, on CPU with a modelled link.
+
+    python benchmarks/overlap.py --output overlap.json
+
+The ranks are virtual devices of one process; tokens between them move at the speed of a modelled
+link (`custom_calls.runtime.Link`), set so that communication takes `--ratio` of the computation's
+time, as 50 GB/s do for DeepSeek-V3. That is a model of proportions and no claim about any machine.
+
+In turns, medians of `--repeats` steps each: the step in sequence and in two micro-batches; the step
+with a link that takes no time (computation only); its exchanges alone (communication only).
+hidden share = (serial - overlapped) / min(computation, communication); both peaks of temporary
+memory are XLA's own analysis of the compiled steps.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from custom_calls import runtime
+from custom_calls.runtime import Link
+from jaxmoe import batch as batches
+from jaxmoe import kv_cache, sharding
+from jaxmoe.batch import Batch
+from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
+from jaxmoe.moe.dispatcher import make_dispatcher
+from jaxmoe.plan import ExecutionPlan, ep_spec, make_plans
+from jaxmoe.step import ShardedModel, Steps
+
+
+PAGE_SIZE = 64
+WIDER = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 6}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    model = random_model(args)
+    document: dict[str, Any] = {
+        "benchmark": "overlap",
+        "ep_size": args.ep_size,
+        "ratio": args.ratio,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": args.commit or commit(),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+    for phase, tokens in (("prefill", args.prefill_tokens), ("decode", args.decode_rows)):
+        document[phase] = measure(model, phase, tokens, args)
+    if args.output:
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--ep-size", type=int, default=4, metavar="N", help="ranks, at most 8 (%(default)s)")
+    add("--prefill-tokens", type=int, default=256, metavar="T", help="of a rank (%(default)s)")
+    add("--decode-rows", type=int, default=64, metavar="B", help="of a rank (%(default)s)")
+    add("--ratio", type=float, default=1.0, metavar="X", help="communication to computation")
+    add("--repeats", type=int, default=15, metavar="N", help="timed steps of each (%(default)s)")
+    add("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--commit", metavar="ID", help="where git has none")
+    add("--dry-run", action="store_true", help="a small model")
+    return parser.parse_args(argv)
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def random_model(args: argparse.Namespace) -> ShardedModel:
+    config = RANDOM_CONFIGS["tiny"] if args.dry_run else RANDOM_CONFIGS["v3-small"] | WIDER
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_random_checkpoint(Path(directory) / "m", config, seed=0, dtype="float32")
+        return load_model(path, sharding.make_mesh(args.ep_size), dtype=jnp.float32)
+
+
+def measure(
+    model: ShardedModel, phase: str, tokens: int, args: argparse.Namespace
+) -> dict[str, float]:
+    arrays = full_batch(phase, args.ep_size, tokens)
+    plans = {
+        name: make_plans(
+            "auto",
+            ep_size=args.ep_size,
+            slots_per_rank=model.slots_per_rank,
+            max_dispatch_tokens_per_rank=tokens,
+            moe_a2a_backend="loopback",
+            two_batch_overlap=name == "overlapped",
+        )
+        for name in ("serial", "overlapped")
+    }
+    spec = ep_spec(model.config, plans["overlapped"], max_tokens=tokens, dtype=model.dtype)
+    runtime.bootstrap(model.mesh, spec)
+    programs, memory = {}, {}
+    for name, (prefill, decode) in plans.items():
+        steps = Steps(model, prefill=prefill, decode=decode)
+        programs[name] = step_of(model, steps, arrays)
+        memory[name] = temporary_bytes(model, steps, arrays)
+    programs["computation"] = programs["serial"]
+    plan = plans["serial"][0 if phase == "prefill" else 1]
+    programs["communication"] = exchanges_of(model, plan, tokens)
+    for run in programs.values():
+        run()
+
+    before = runtime.current().counters()["remote_bytes"]
+    alone = statistics.median(seconds(programs["computation"]) for _ in range(args.repeats))
+    sent = (runtime.current().counters()["remote_bytes"] - before) / args.repeats / args.ep_size
+    link = Link(bandwidth=sent / (args.ratio * alone))
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(args.repeats):
+        for name, run in programs.items():
+            runtime.shutdown()
+            is_free = name == "computation"
+            runtime.bootstrap(model.mesh, dataclasses.replace(spec, link=None if is_free else link))
+            times[name].append(seconds(run))
+    runtime.shutdown()
+    median = {name: statistics.median(values) for name, values in times.items()}
+    bound = min(median["computation"], median["communication"])
+    return {
+        "tokens_per_rank": tokens,
+        **{f"{name}_ms": round(1e3 * value, 2) for name, value in median.items()},
+        "hidden_share": round((median["serial"] - median["overlapped"]) / bound, 3),
+        **{f"{name}_temporary_bytes": size for name, size in memory.items()},
+    }
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def full_batch(phase: str, num_ranks: int, tokens: int) -> Batch:
+    """Every row of each rank has a token: of one prompt, or of requests of one page."""
+    idx = np.arange(tokens)
+    if phase == "prefill":
+        pages = -(-tokens // PAGE_SIZE)
+        prefill = batches.empty_prefill(num_ranks, tokens, pages)
+        prefill.token_ids[:], prefill.positions[:] = idx % 251, idx
+        prefill.slots[:], prefill.request[:] = PAGE_SIZE + idx, 0
+        prefill.page_ids[:], prefill.page_request[:] = 1 + np.arange(pages), 0
+        prefill.page_start[:], prefill.num_pages[:] = PAGE_SIZE * np.arange(pages), pages
+        return prefill
+    decode = batches.empty_decode(num_ranks, tokens, 1)
+    decode.token_ids[:], decode.positions[:] = idx % 251, PAGE_SIZE - 1
+    decode.slots[:] = PAGE_SIZE * (1 + idx) + PAGE_SIZE - 1
+    decode.page_table[:] = (1 + idx)[:, None]
+    return decode
+
+
+def cache_for(model: ShardedModel, arrays: Batch) -> kv_cache.KVCache:
+    pages = 2 + int(arrays.slots.max()) // PAGE_SIZE
+    return kv_cache.allocate(
+        model.config, model.mesh, num_pages=pages, page_size=PAGE_SIZE, dtype=model.dtype
+    )
+
+
+def step_of(model: ShardedModel, steps: Steps, arrays: Batch) -> Callable[[], None]:
+    caches = [cache_for(model, arrays)]
+
+    def run() -> None:
+        hidden, cache = steps.forward(caches.pop(), arrays)
+        caches.append(jax.block_until_ready((hidden, cache))[1])
+
+    return run
+
+
+def temporary_bytes(model: ShardedModel, steps: Steps, arrays: Batch) -> int:
+    run = steps._forward[steps._plan(arrays), False]
+    lowered = run.lower(model.params, cache_for(model, arrays), arrays, model.placement)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def exchanges_of(model: ShardedModel, plan: ExecutionPlan, tokens: int) -> Callable[[], None]:
+    """The exchanges of a step, one after the other, with experts that do nothing."""
+    config = model.config
+    rng = np.random.default_rng(0)
+    ranks, experts = model.mesh.size, model.num_slots
+    x = jnp.asarray(rng.standard_normal((ranks * tokens, config.hidden_size)), model.dtype)
+    scores = rng.random((ranks * tokens, experts))
+    topk_idx = jnp.asarray(scores.argsort(-1)[:, : config.num_experts_per_tok], jnp.int32)
+    weights = jnp.full(topk_idx.shape, 1 / config.num_experts_per_tok, jnp.float32)
+    dispatcher = make_dispatcher(plan)
+
+    def on_rank(x: jax.Array, topk_idx: jax.Array, weights: jax.Array) -> jax.Array:
+        for _ in range(config.num_moe_layers):
+            arrived = dispatcher.dispatch_finish(dispatcher.dispatch_start(x, topk_idx, weights))
+            back = dispatcher.combine_start(arrived.tokens, arrived.handle)
+            x = dispatcher.combine_finish(back, arrived.handle)
+        return x
+
+    spec = P(sharding.EP_AXIS)
+    mapped = jax.shard_map(on_rank, mesh=model.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(mapped)
+    return lambda: jax.block_until_ready(compiled(x, topk_idx, weights))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.exit(main())
