@@ -17,10 +17,10 @@ run: install
 	$(BIN)/jaxmoe serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-cuda
-	$(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m "gpu or multi_gpu" $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

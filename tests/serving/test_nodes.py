@@ -1,6 +1,7 @@
 """`jaxmoe serve` as several processes."""
 
 import contextlib
+import random
 import re
 import signal
 import socket
@@ -27,8 +28,16 @@ ANSWERS = {
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+    """Below the ports that the kernel hands out: no other test gets it before it is used."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def shared_memory():
+    """Of groups that servers named; tests that run meanwhile name theirs otherwise."""
+    return {path for path in Path("/dev/shm").iterdir() if re.match("jaxmoe-[0-9a-f]", path.name)}
 
 
 class Node:
@@ -75,7 +84,7 @@ def ask(url, question):
 def test_two_processes_answer_as_one_and_end_together(tmp_path):
     flags = (*FLAGS, "--dist-init-addr", f"127.0.0.1:{free_port()}",
              "--compilation-cache-dir", str(tmp_path))  # fmt: skip
-    before = set(Path("/dev/shm").glob("jaxmoe-*"))
+    before = shared_memory()
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Node(rank, *flags)) for rank in (1, 0)]
         member, front = nodes
@@ -102,7 +111,7 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
         assert "member 1" in reply.text
         front.process.send_signal(signal.SIGINT)
         assert front.process.wait(30) == 1
-    assert not [path for path in Path("/dev/shm").glob("jaxmoe-*") if path not in before]
+    assert not shared_memory() - before
 
 
 def test_nodes_that_differ_are_refused():
