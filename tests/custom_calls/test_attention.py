@@ -321,16 +321,15 @@ def test_under_shard_map(check_vma, implementation):
     table = np.tile(np.asarray([[1, 2, 0], [3, 4, 0]], np.int32), (8, 1))
     lengths = rng.integers(0, 33, 16).astype(np.int32)
     q_latent, q_rope = normal(rng, 16, HEADS, RANK), normal(rng, 16, HEADS, ROPE)
-    arrays = [jnp.asarray(array) for array in (q_latent, q_rope, pool, table, lengths)]
+    arrays = (q_latent, q_rope, pool, table, lengths)
 
     def attend(q_latent, q_rope, pool, table, lengths, implementation=implementation):
-        return attention.mla_decode(
+        return mla_decode(
             q_latent,
             q_rope,
             pool,
             page_table=table,
             lengths=lengths,
-            scale=SCALE,
             implementation=implementation,
         )
 
@@ -338,6 +337,6 @@ def test_under_shard_map(check_vma, implementation):
         attend, mesh=mesh, in_specs=5 * (P("x"),), out_specs=P("x"), check_vma=check_vma
     )
     got = np.split(np.asarray(jax.jit(run)(*arrays)), 8)
-    for rank, local in enumerate(zip(*(jnp.split(array, 8) for array in arrays), strict=True)):
+    for rank, local in enumerate(zip(*(np.split(array, 8) for array in arrays), strict=True)):
         want = attend(*local, implementation="reference")
         np.testing.assert_allclose(got[rank], want, rtol=1e-4, atol=1e-5)

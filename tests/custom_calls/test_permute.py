@@ -52,8 +52,6 @@ GROUP_IDX = {
     "all_groups": np.abs(_random_idx(1, 64, 2)),
 }
 
-all_group_idx = pytest.mark.parametrize("case", list(GROUP_IDX))
-
 
 def _normal(seed, shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
@@ -99,8 +97,11 @@ def _unpermute_oracle(rows, row_of, weights):
 
 
 @all_implementations
-@all_group_idx
-@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize(
+    ("case", "alignment"),
+    [(case, 1) for case in GROUP_IDX]
+    + [(case, 8) for case in ("no_tokens", "empty_groups", "out_of_range", "random", "all_groups")],
+)
 def test_contiguous(case, alignment, implementation):
     group_idx = GROUP_IDX[case]
     x = _normal(1, (group_idx.shape[0], 20))
@@ -127,8 +128,12 @@ def test_contiguous(case, alignment, implementation):
 
 
 @all_implementations
-@all_group_idx
-@pytest.mark.parametrize("capacity", [0, 3, 64])
+@pytest.mark.parametrize(
+    ("case", "capacity"),
+    [(case, 3) for case in GROUP_IDX]
+    + [(case, 64) for case in ("no_copies", "out_of_range", "random", "all_groups")]
+    + [(case, 0) for case in ("no_tokens", "random")],
+)
 def test_masked(case, capacity, implementation):
     group_idx = GROUP_IDX[case]
     x = _normal(2, (group_idx.shape[0], 20))
@@ -175,7 +180,7 @@ def test_more_copies_than_a_program_sorts(num_groups, implementation, monkeypatc
     rng = np.random.default_rng(14)
     group_idx = jnp.asarray(rng.integers(-1, num_groups + 1, (331, 3)), jnp.int32)
     x = jnp.ones((331, 0), jnp.bfloat16)
-    contiguous, row_of = permute.permute_contiguous(
+    contiguous, row_of = permute_contiguous(
         x,
         group_idx,
         num_groups=num_groups,
@@ -183,7 +188,7 @@ def test_more_copies_than_a_program_sorts(num_groups, implementation, monkeypatc
         alignment=16,
         implementation=implementation,
     )
-    masked, row_of_masked = permute.permute_masked(
+    masked, row_of_masked = permute_masked(
         x, group_idx, num_groups=num_groups, capacity=300, implementation=implementation
     )
     expected = _contiguous_oracle(np.asarray(group_idx), 900, 16, num_groups)
@@ -221,8 +226,10 @@ def test_any_dtype_of_whole_bytes_travels(dtype, implementation):
 
 @all_implementations
 @all_dtypes
-@pytest.mark.parametrize("hidden", [0, 1, 20, 1029])
-@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "has_weights"),
+    [(0, True), (1, False), (20, True), (1029, False), (1029, True)],
+)
 def test_unpermute(has_weights, hidden, dtype, implementation):
     num_rows = 12
     rows = np.array(_normal(5, (num_rows, hidden)))

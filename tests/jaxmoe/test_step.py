@@ -19,9 +19,9 @@ NUM_PAGES, PAGE_SIZE = 64, 16
 COLLECTIVES = r"all-to-all|all-reduce|all-gather|collective-permute|reduce-scatter"
 
 
-def make_model(tmp_path_factory, name, quantization=None):
+def make_model(tmp_path_factory, name, quantization=None, **changes):
     directory = tmp_path_factory.mktemp("step") / name
-    write_random_checkpoint(directory, RANDOM_CONFIGS[name], seed=0, dtype="float32")
+    write_random_checkpoint(directory, RANDOM_CONFIGS[name] | changes, seed=0, dtype="float32")
     mesh = sharding.make_mesh(2)
     return load_model(directory, mesh, dtype=jnp.float32, quantization=quantization)
 
@@ -44,7 +44,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fp8_model(tmp_path_factory):
-    return make_model(tmp_path_factory, "fp8-small", Quantization.FP8)
+    experts_alone = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    return make_model(tmp_path_factory, "fp8-small", Quantization.FP8, **experts_alone)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from serving import launch
+from serving.cli import main
+
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +127,8 @@ def test_200_requests_with_disconnects_leave_everything_free(server):
         if manner == "leave early":
             with pytest.raises(httpx.ReadTimeout):
                 body |= {"stream": False, "max_tokens": 150}
-                httpx.post(f"{url}/v1/completions", json=body, timeout=0.02)
+                leaves = httpx.Timeout(30, read=0.02)
+                httpx.post(f"{url}/v1/completions", json=body, timeout=leaves)
             return
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
             assert response.status_code == 200
@@ -168,6 +172,9 @@ def test_nothing_was_compiled_and_the_end_is_graceful(server, client):
     assert process.wait(60) == 0
 
 
+COMMAND = ("serve", "--log-level", "error", "--port", "0")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -177,25 +184,24 @@ def test_nothing_was_compiled_and_the_end_is_graceful(server, client):
         (["--max-total-tokens", "64"], "must hold one sequence of context_length"),
         (["--ep-num-redundant-experts", "3", "--ep-size", "4"],
          "4 redundant experts give 36"),
-        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_in_one_line(flags, message):
+def test_what_cannot_be_served_is_refused_in_one_line(flags, message, capsys, monkeypatch):
+    """By the command in this process, whose devices and log are there already."""
+    monkeypatch.setattr(launch, "prepare_devices", lambda *_: None)
+    monkeypatch.setattr(launch.logging, "basicConfig", lambda **_: None)
+    assert main([*COMMAND, *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_process_that_is_refused_says_so_and_ends():
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "serving.cli",
-            "serve",
-            "--log-level",
-            "error",
-            "--port",
-            "0",
-            *flags,
-        ],
+        [sys.executable, "-m", "serving.cli", *COMMAND, "--host", "256.0.0.1"],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 2
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "cannot listen on 256.0.0.1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -10,6 +10,7 @@ from jaxmoe.tasks import DOMAINS
 SCORE = {"accuracy", "interval", "num_items", "num_correct"}
 
 
+@pytest.mark.usefixtures("shared_engines")
 def test_the_embedded_model(run, tmp_path):
     output = tmp_path / "out.json"
     arguments = ("--set", "new_seeds", "--limit", "4", "--max-new-tokens", "8", "--ep-size", "1")
@@ -33,9 +34,11 @@ def test_the_embedded_model(run, tmp_path):
     assert [item["id"] for item in written["items"]] == [f"new_seeds/{i}" for i in range(4)]
 
 
+@pytest.mark.usefixtures("shared_engines")
 def test_fp8_is_compared_with_a_baseline(run, tmp_path):
     plain, output = tmp_path / "plain.json", tmp_path / "fp8.json"
-    arguments = ("--set", "new_seeds", "--limit", "4", "--max-new-tokens", "8", "--ep-size", "1")
+    arguments = ("--set", "new_seeds", "--limit", "4", "--max-new-tokens", "8")
+    arguments += ("--ep-size", "1", "--batch-size", "4")
     assert run(*arguments, "--output", plain)[0] == 0
     fp8 = ("--quantization", "fp8", "--baseline", plain, "--output", output)
     status, out, _ = run(*arguments, *fp8)

@@ -43,10 +43,8 @@ def expected():
 @pytest.mark.parametrize(
     "options",
     [
-        {"ep_size": 1},
-        {"ep_size": 8, "deepep_mode": "normal"},
         {"ep_size": 8, "deepep_mode": "low_latency"},
-        {"ep_size": 2, "num_redundant_experts": 4},
+        {"ep_size": 2, "deepep_mode": "normal", "num_redundant_experts": 4},
     ],
     ids=str,
 )
