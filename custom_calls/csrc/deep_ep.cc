@@ -405,6 +405,10 @@ Error RunLowLatencyDispatch(const Call& call, const LowLatencyBuffers& buffers, 
   const bool is_fp8 = received->element_type() == DataType::F8E4M3FN;
   JAXMOE_REQUIRE(is_fp8 || received->element_type() == DataType::BF16,
                  "low-latency dispatch makes bfloat16 or float8_e4m3fn");
+  // The kernel's distance between the scales of two experts is rounded up to that of 128 rows.
+  JAXMOE_REQUIRE(!is_fp8 || shape[1] % 128 == 0,
+                 "low-latency dispatch in FP8 needs a multiple of 128 rows an expert, got " +
+                     std::to_string(shape[1]));
   const Kernel kernel = phases == kSend      ? kLowLatencyDispatchSend
                         : phases == kReceive ? kLowLatencyDispatchReceive
                                              : kLowLatencyDispatch;

@@ -9,10 +9,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <regex>
 #include <stdexcept>
+#include <string_view>
 
 namespace jaxmoe {
 namespace {
@@ -43,6 +45,15 @@ void ForEachSymbol(const std::string& path, const Visit& visit) {
     }
   }
   munmap(mapped, size);
+}
+
+// Kernels by their first template parameters: hidden size and top-k follow, or the number of ranks.
+constexpr char kLowLatencyCombine[] = "_ZN7deep_ep6legacy12internode_ll7combineILb0ELi";
+constexpr char kNotifyDispatch[] = "_ZN7deep_ep6legacy9intranode15notify_dispatchILi";
+
+// What follows the prefix, or null.
+const char* After(const char* name, std::string_view prefix) {
+  return std::strncmp(name, prefix.data(), prefix.size()) == 0 ? name + prefix.size() : nullptr;
 }
 
 void InsertSorted(std::vector<int64_t>* values, int64_t value) {
@@ -88,22 +99,21 @@ DeepEpLibrary::DeepEpLibrary(const std::string& extension, const std::string& cu
   struct link_map* map = nullptr;
   if (dlinfo(library, RTLD_DI_LINKMAP, &map) != 0) throw std::runtime_error(dlerror());
   const char* base = reinterpret_cast<const char*>(map->l_addr);
-  const std::regex low_latency("_ZN7deep_ep6legacy12internode_ll7combineILb0ELi(\\d+)ELi(\\d+)E.*");
-  const std::regex normal("_ZN7deep_ep6legacy9intranode15notify_dispatchILi(\\d+)E.*");
   ForEachSymbol(extension, [&](const char* name, const Elf64_Sym& symbol) {
     if (std::strcmp(name, "nvshmemi_device_state_d") == 0 && symbol.st_size == NvshmemState::kSize) {
       nvshmem_state = base + symbol.st_value;
     } else if (std::strcmp(name, "nvshmemi_ibgda_device_state_d") == 0 &&
                symbol.st_size == IbgdaState::kSize) {
       ibgda_state = base + symbol.st_value;
-    } else if (std::strncmp(name, "_ZN7deep_ep6legacy", 18) == 0) {
-      std::cmatch match;
-      if (std::regex_match(name, match, low_latency)) {
-        InsertSorted(&low_latency_hidden_sizes, std::stoll(match[1]));
-        low_latency_max_top_k = std::stoll(match[2]);
-      } else if (std::regex_match(name, match, normal)) {
-        InsertSorted(&normal_num_ranks, std::stoll(match[1]));
+    } else if (const char* sizes = After(name, kLowLatencyCombine)) {
+      char* end = nullptr;
+      const long long hidden = std::strtoll(sizes, &end, 10);
+      if (const char* top_k = After(end, "ELi")) {
+        InsertSorted(&low_latency_hidden_sizes, hidden);
+        low_latency_max_top_k = std::atoll(top_k);
       }
+    } else if (const char* ranks = After(name, kNotifyDispatch)) {
+      InsertSorted(&normal_num_ranks, std::atoll(ranks));
     }
   });
   if (nvshmem_state == nullptr || ibgda_state == nullptr) {

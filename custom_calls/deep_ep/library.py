@@ -54,6 +54,11 @@ def check(spec: "EpSpec") -> None:
             raise ValueError(f"low-latency dispatch takes at most {top_k} experts a token, got "
                              f"{spec.top_k}")  # fmt: skip
         sms = spec.low_latency_sms
+        if experts < 2 or (sms is not None and sms < 2):
+            raise ValueError(
+                f"low-latency dispatch needs two slots and two multiprocessors at least, got "
+                f"{experts} slots in all, low_latency_sms {sms}"
+            )
         if sms is not None and experts > 14 * sms:
             raise ValueError(
                 f"low-latency dispatch needs a multiprocessor for every 14 experts ({experts}), "

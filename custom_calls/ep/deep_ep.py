@@ -24,6 +24,9 @@ from custom_calls.layouts import ContiguousTokens, MaskedTokens, num_scale_block
 from custom_calls.permute import permute_contiguous, unpermute
 
 
+FP8_ALIGNMENT = 128
+
+
 def _int64(x: Int32[Array, "T K"]) -> Int32[Array, "T K 2"]:
     """Little-endian 64-bit integers, for which JAX has no type by default."""
     return jnp.stack([x, x >> 31], -1)
@@ -193,8 +196,9 @@ class LowLatencyInFlight:
 class LowLatency(_DeepEp):
     """Low-latency mode: a `Dispatcher` into `MaskedTokens`.
 
-    The capacity C is D * M, M being T rounded up so that C is a multiple of the alignment. The
-    kernel quantises while it sends: its FP8 values differ from `quantize`'s in the last bit.
+    The capacity C is D * M, M being T rounded up so that C is a multiple of the alignment, and of
+    128 in FP8: the kernel writes the scales of experts that far apart. It quantises while it sends:
+    its FP8 values differ from `quantize`'s in the last bit.
     `split`: a start only sends, so that a finish may come much later.
     """
 
@@ -304,7 +308,8 @@ class LowLatency(_DeepEp):
         return combined
 
     def _tokens_per_rank(self, num_tokens: int) -> int:
-        step = self.alignment // math.gcd(self.alignment, runtime.current().spec.max_ep_size)
+        alignment = math.lcm(self.alignment, FP8_ALIGNMENT) if self.fp8 else self.alignment
+        step = alignment // math.gcd(alignment, runtime.current().spec.max_ep_size)
         return -(-num_tokens // step) * step
 
 

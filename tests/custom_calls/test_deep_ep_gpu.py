@@ -51,7 +51,7 @@ def launched(before):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", LOW_LATENCY.values(), ids=LOW_LATENCY)
-@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("slots", [2, 3, 8])
 def test_one_rank(options, slots):
     member = Member(**HOW, options=options, slots_per_rank=slots)
     before = library.launches()
@@ -129,6 +129,7 @@ def test_several_gpus_in_one_process(options):
     ("fields", "error"),
     [
         ({"hidden_size": 512}, "compiled for hidden_size"),
+        ({"slots_per_rank": 1}, "needs two slots"),
         ({"normal_tokens": 8}, "is compiled for .* ranks, got 1"),
     ],
 )
