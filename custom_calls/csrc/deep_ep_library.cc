@@ -53,7 +53,7 @@ constexpr char kNotifyDispatch[] = "_ZN7deep_ep6legacy9intranode15notify_dispatc
 
 // What follows the prefix, or null.
 const char* After(const char* name, std::string_view prefix) {
-  return std::strncmp(name, prefix.data(), prefix.size()) == 0 ? name + prefix.size() : nullptr;
+  return std::string_view(name).starts_with(prefix) ? name + prefix.size() : nullptr;
 }
 
 void InsertSorted(std::vector<int64_t>* values, int64_t value) {

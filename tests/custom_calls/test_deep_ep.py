@@ -61,6 +61,8 @@ PACKAGE = types.SimpleNamespace(
         ({"hidden_size": 512}, r"compiled for hidden_size \[2048, 7168\], got 512"),
         ({"top_k": 17}, "at most 16 experts a token, got 17"),
         ({"low_latency_sms": 18}, r"every 14 experts \(256\), got low_latency_sms 18"),
+        ({"low_latency_sms": 1}, "two multiprocessors at least, .* low_latency_sms 1"),
+        ({"max_ep_size": 1, "slots_per_rank": 1}, "two slots .* got 1 slots in all"),
         ({"max_ep_size": 1}, r"compiled for \[2, 4, 8\] ranks, got 1"),
         ({"normal_sms": 5}, "normal_sms must be even and positive, got 5"),
         ({"slots_per_rank": 129}, "at most 128 slots a rank, got 129"),
@@ -149,3 +151,18 @@ def test_programs_call_the_handlers_in_order(group, mode, options, calls, fp8):
         is_aliased = "output_operand_alias" in line
         assert is_aliased == ("finish" in line or "normal_combine" in line)
         assert "has_side_effect = true" in line
+
+
+@pytest.mark.parametrize(("fp8", "capacity"), [(False, 120), (True, 128)])
+def test_fp8_slabs_end_at_a_multiple_of_128(group, fp8, capacity):
+    """The kernel puts the scales of two experts that many rows apart (4 ranks, 30 tokens)."""
+    dispatcher = ep.LOW_LATENCY["deepep"](axis_name="ep", slots_per_rank=8, alignment=4, fp8=fp8)
+    x, idx = jnp.zeros((30, 7168), jnp.bfloat16), jnp.zeros((30, 8), jnp.int32)
+
+    def start(x, idx):
+        in_flight = dispatcher.dispatch_start(x, idx, idx.astype(jnp.float32))
+        return in_flight.x, in_flight.scale
+
+    sent, scale = jax.eval_shape(start, x, idx)
+    assert sent.shape == (8, capacity, 7168)
+    assert scale.shape == ((8, 7168 // 128, capacity) if fp8 else (1,))
