@@ -9,6 +9,7 @@ such programs in flight, so neither starting nor waiting counts: what a call cos
 Implementations take turns, and the median of all turns is reported. "package" is the PyTorch API of
 sgl-deep-gemm in the same process on the same memory, replayed as a CUDA graph; "package_psum" is
 the same with the ends of groups in place of a group for each row, as "deep_gemm" has it.
+`--kernel-times` adds what the kernels alone take, without the gaps between them.
 
 The bound of a case is the longer of two times: its products at the rate of an 8192^3 product of the
 same type, and the bytes it must move at the rate of a copy of 4 GB, both measured in this run.
@@ -290,7 +291,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--deep-gemm-package", type=Path, metavar="DIR", help="where sgl-deep-gemm is unpacked")
     add("--no-ceilings", action="store_true", help="do not measure the card")
     add("--no-variants", action="store_true", help="no ragged_dot with other flags")
-    add("--kernel-times", action="store_true", help="also kernels alone, by CUPTI")
+    add("--kernel-times", action="store_true", help="also kernels alone, by PyTorch's profiler")
     add("--commit", metavar="ID", help="where git has none")
     add("--dry-run", action="store_true", help="tiny shapes on any platform: does this run at all?")
     add("--package-worker", metavar="I/N", help=argparse.SUPPRESS)
@@ -440,8 +441,11 @@ def measure_case(
         add_times(run)
         with contextlib.suppress(Exception):
             run.row |= host_times(case, name, sets, package)
-        if args.kernel_times and not name.startswith("package"):
-            run.row |= kernel_times(operation(case, name), sets)
+    if args.kernel_times:
+        try:
+            add_kernel_times(runs)
+        except Exception as error:
+            rows[0]["kernel_error"] = describe(error)
     return rows
 
 
@@ -602,15 +606,23 @@ def handler_counters(counters: Any) -> tuple[int, int]:
         return 0, 0
 
 
-def kernel_times(op: Callable[[Any, Any], jax.Array], sets: list[Any]) -> dict[str, Any]:
-    try:
-        from jax.experimental.mosaic.gpu import profiler
+def add_kernel_times(runs: dict[str, Run], turns: int = 5) -> None:
+    """Microseconds that a call's kernels run. PyTorch's profiler sees JAX's kernels, too."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
 
-        program = jax.jit(lambda sets: [op(*each) for each in sets]).lower(sets).compile()
-        _, milliseconds = profiler.measure(program)(sets)
-        return {"kernel_us": None if milliseconds is None else milliseconds * 1e3 / len(sets)}
-    except Exception as error:
-        return {"kernel_error": describe(error)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, run in runs.items():
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run.start(1)
+                run.wait()
+            kernels = [e for e in profiler.events() or [] if e.device_type == DeviceType.CUDA]
+            total = sum(event.time_range.elapsed_us() for event in kernels)
+            times[name].append(total / run.num_calls)
+            run.row["kernels_a_call"] = len(kernels) / run.num_calls
+    for name, run in runs.items():
+        run.row["kernel_us"] = statistics.median(times[name])
 
 
 def add_ratios(rows: list[dict[str, Any]], case: Case, ceilings: dict[str, Any]) -> None:
@@ -632,6 +644,10 @@ def add_ratios(rows: list[dict[str, Any]], case: Case, ceilings: dict[str, Any])
             }
         if "package" in times:
             row["package_over_this"] = times["package"] / us
+    kernels = {row["implementation"]: row["kernel_us"] for row in rows if row.get("kernel_us")}
+    for row in rows:
+        if "package" in kernels and row["implementation"] in kernels:
+            row["package_kernel_over_this"] = kernels["package"] / kernels[row["implementation"]]
 
 
 # What the card can do
@@ -982,11 +998,12 @@ def print_table(document: dict[str, Any]) -> None:
     for row in document["results"]:
         rows_of.setdefault(row["case"], {})[row["implementation"]] = row
     print(f"\n{'us (% of bound)':39}{'bound':>7}{'deep_gemm':>15}{'package':>15}", end="")
-    print(f"{'ratio':>6}{'differ':>8}{'error':>9}  others")
+    print(f"{'ratio':>6}{'kernel':>7}{'differ':>8}{'error':>9}  others")
     for case, rows in rows_of.items():
         ours, theirs = rows.get("deep_gemm", {}), rows.get("package", {})
         bound = next((row["bound_us"] for row in rows.values() if "bound_us" in row), math.nan)
         ratio, different = ours.get("package_over_this"), ours.get("different_from_package")
+        kernel = ours.get("package_kernel_over_this")
         error = ours.get("relative_error")
         others = [
             f"{name} {cell(row)}"
@@ -996,6 +1013,7 @@ def print_table(document: dict[str, Any]) -> None:
         print(
             f"{case:39}{bound:7.1f}{cell(ours):>15}{cell(theirs):>15}"
             f"{'-' if ratio is None else f'{ratio:.2f}':>6}"
+            f"{'-' if kernel is None else f'{kernel:.2f}':>7}"
             f"{'-' if different is None else different:>8}"
             f"{'-' if error is None else f'{error:.1e}':>9}  {', '.join(others)}"
         )
