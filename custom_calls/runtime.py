@@ -289,10 +289,11 @@ class EpGroup:
             failure = f"ranks {lost} have not answered in time"
         return failure
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int | float]:
         """Of this member's ranks since `bootstrap`: exchanges begun and ended, ends that had to
-        wait, rows that stayed on their rank, rows and bytes that left it. With deepep, kernels
-        launched since the process started, by name."""
+        wait, rows that stayed on their rank, rows and bytes that left it; the seconds that tokens
+        were under way, from a rank's start until all had come, and those of them that its finish
+        waited. With deepep, kernels launched since the process started, by name."""
         if self._devices is None:
             return self._group.counters()
         from custom_calls.deep_ep import library

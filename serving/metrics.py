@@ -91,7 +91,7 @@ class LoopMetrics:
 class CountsCollector(Collector):
     """What something else counts, each as a metric: `jaxmoe_ep_remote_bytes_total` of "ep"."""
 
-    def __init__(self, name: str, counts: Callable[[], Mapping[str, int]]):
+    def __init__(self, name: str, counts: Callable[[], Mapping[str, int | float]]):
         self._name = name
         self._counts = counts
 

@@ -35,6 +35,10 @@ constexpr double kYoung = 20;  // seconds a group may take to be made before it 
 
 int64_t RoundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
+int64_t Nanoseconds(std::chrono::steady_clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 std::string ErrorText(const std::string& what) { return what + ": " + std::strerror(errno); }
 
 // Sleeps while `word` is `seen`, at most so long.
@@ -113,6 +117,7 @@ struct EpGroup::Pending {
   std::function<int64_t()> sent_bytes;  // of a start
   bool is_start;
   uint64_t count;  // with the epoch
+  int64_t submitted_at;  // nanoseconds
   Clock::time_point deadline;
   bool has_waited = false;
 };
@@ -192,6 +197,7 @@ EpGroup::EpGroup(const EpGroupOptions& options)
       active_(options.max_ranks, 0),
       started_(options.num_channels * options.max_ranks),
       finished_(options.num_channels * options.max_ranks),
+      started_at_(options.num_channels * options.max_ranks),
       link_free_at_(options.max_ranks) {
   const int64_t num_ranks = static_cast<int64_t>(options.devices.size());
   if (options.first_rank < 0 || options.first_rank + num_ranks > options.max_ranks) {
@@ -611,6 +617,7 @@ void EpGroup::Finish(Operation operation) {
 }
 
 void EpGroup::Submit(std::shared_ptr<Pending> pending) {
+  pending->submitted_at = Nanoseconds(Clock::now());
   pending->deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(options_.timeout));
   if (const std::string failure = Failure(); !failure.empty()) {
@@ -642,27 +649,42 @@ bool EpGroup::IsReady(const Pending& pending, Clock::time_point now,
   const int64_t channel = pending.operation.channel;
   const bool is_first = (pending.count & ((uint64_t{1} << kEpochShift) - 1)) == 1;
   if (pending.is_start && is_first) return true;
-  int64_t delivered_at = 0;
   for (int64_t rank = 0; rank < options_.max_ranks; ++rank) {
     if (!active_[rank]) continue;
     const ChannelSlot& slot = At(channel, rank);
     if (pending.is_start) {
       if (slot.taken.load(std::memory_order_acquire) < pending.count - 1) return false;
-    } else {
-      if (slot.announced.load(std::memory_order_acquire) < pending.count) return false;
-      if (rank == pending.operation.rank) continue;  // its own crosses no link
-      delivered_at = std::max(delivered_at, slot.delivered_at.load(std::memory_order_relaxed));
+    } else if (slot.announced.load(std::memory_order_acquire) < pending.count) {
+      return false;
     }
   }
+  if (pending.is_start) return true;
   const Clock::time_point delivered{std::chrono::duration_cast<Clock::duration>(
-      std::chrono::nanoseconds(delivered_at))};
+      std::chrono::nanoseconds(DeliveredAt(channel, pending.operation.rank)))};
   if (delivered <= now) return true;
   *when = std::min(*when, delivered);
   return false;
 }
 
+int64_t EpGroup::DeliveredAt(int64_t channel, int64_t rank) const {
+  int64_t delivered_at = 0;
+  for (int64_t from = 0; from < options_.max_ranks; ++from) {
+    if (!active_[from] || from == rank) continue;  // its own crosses no link
+    delivered_at = std::max(delivered_at,
+                            At(channel, from).delivered_at.load(std::memory_order_relaxed));
+  }
+  return delivered_at;
+}
+
 void EpGroup::Execute(Pending& pending) {
   Operation& operation = pending.operation;
+  auto& started_at = started_at_[operation.channel * options_.max_ranks + operation.rank];
+  if (!pending.is_start) {  // before it is taken, when others may send again
+    const int64_t delivered_at = DeliveredAt(operation.channel, operation.rank);
+    counters.under_way += std::max<int64_t>(0, delivered_at - started_at);
+    counters.awaited +=
+        std::max<int64_t>(0, delivered_at - std::max(pending.submitted_at, started_at.load()));
+  }
   if (std::string error = operation.run(); !error.empty()) {
     error = Describe(operation.rank) + ": " + error;
     Fail(error);
@@ -672,10 +694,9 @@ void EpGroup::Execute(Pending& pending) {
   }
   ChannelSlot& slot = At(operation.channel, operation.rank);
   if (pending.is_start) {
-    int64_t delivered_at = 0;
+    const int64_t now = Nanoseconds(Clock::now());
+    int64_t delivered_at = now;
     if (options_.bandwidth > 0 || options_.latency > 0) {
-      const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                              Clock::now().time_since_epoch()).count();
       const double seconds =
           options_.bandwidth > 0
               ? static_cast<double>(pending.sent_bytes()) / options_.bandwidth
@@ -686,6 +707,7 @@ void EpGroup::Execute(Pending& pending) {
       free_at.store(left);
       delivered_at = left + static_cast<int64_t>(options_.latency * 1e9);
     }
+    started_at.store(now);
     slot.delivered_at.store(delivered_at, std::memory_order_relaxed);
     slot.announced.store(pending.count, std::memory_order_release);
   } else {

@@ -105,6 +105,10 @@ class EpGroup {
     std::atomic<int64_t> remote_rows{0};
     std::atomic<int64_t> remote_bytes{0};
     std::atomic<int64_t> local_rows{0};
+    // Nanoseconds from a rank's start until all that it is sent has come, and those of them that its
+    // finish had to wait.
+    std::atomic<int64_t> under_way{0};
+    std::atomic<int64_t> awaited{0};
   };
   Counters counters;
 
@@ -137,6 +141,8 @@ class EpGroup {
   Clock::time_point Progress();
   bool IsReady(const Pending& pending, Clock::time_point now, Clock::time_point* when) const;
   void Execute(Pending& pending);
+  // When all that a finish takes has come; nanoseconds.
+  int64_t DeliveredAt(int64_t channel, int64_t rank) const;
   void HandOver(int64_t rank, std::function<void()> work);
   void CheckWaiting();
   void RunProgressThread();
@@ -152,8 +158,10 @@ class EpGroup {
   std::atomic<uint64_t> wakes_{0};
   uint64_t seen_wakes_ = 0;
 
-  // How often each local rank has started and finished on each channel in this epoch.
+  // How often each local rank has started and finished on each channel in this epoch, and when it
+  // last started.
   std::vector<std::atomic<uint64_t>> started_, finished_;
+  std::vector<std::atomic<int64_t>> started_at_;
   std::vector<std::atomic<int64_t>> link_free_at_;
 
   mutable std::mutex mutex_;

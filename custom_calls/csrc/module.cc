@@ -45,6 +45,8 @@ nb::dict CountersOf(const EpGroup& group) {
   counters["local_rows"] = group.counters.local_rows.load();
   counters["remote_rows"] = group.counters.remote_rows.load();
   counters["remote_bytes"] = group.counters.remote_bytes.load();
+  counters["under_way_seconds"] = 1e-9 * static_cast<double>(group.counters.under_way.load());
+  counters["awaited_seconds"] = 1e-9 * static_cast<double>(group.counters.awaited.load());
   return counters;
 }
 

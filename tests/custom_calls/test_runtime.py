@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
 from custom_calls.runtime import EpSpec, Link, Members
@@ -158,6 +159,7 @@ def test_members_agree_wait_and_wake_across_processes():
 import jax
 from custom_calls.runtime import EpSpec, Members, bootstrap
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 1)
 spec = EpSpec(max_ep_size=2, slots_per_rank=2, hidden_size=8, top_k=2, normal_tokens=4, itemsize=4)
@@ -316,3 +318,40 @@ def test_a_modelled_link_takes_its_time():
         member.step(seed, "low_latency")
     assert time.monotonic() - begun > 5 * 2 * latency
     assert group.counters()["waited"] > 0
+
+
+def test_what_is_hidden_behind_other_work_is_counted():
+    """Between a start and its finish a program may do what it likes: only the rest is awaited."""
+    latency, mesh = 0.1, mesh_of(2)
+    group = runtime.bootstrap(mesh, spec(link=Link(latency=latency)))
+    dispatcher = ep.NORMAL["loopback"](axis_name="ep", slots_per_rank=2)
+    structure = []
+
+    def start(x, idx, weights):
+        leaves, tree = jax.tree.flatten(dispatcher.dispatch_start(x, idx, weights))
+        structure[:] = [tree]
+        return leaves
+
+    def finish(leaves):
+        return dispatcher.dispatch_finish(jax.tree.unflatten(structure[0], leaves)).tokens.x
+
+    start, finish = (
+        jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+        for f in (start, finish)
+    )
+    x, weights = np.ones((8, 8), np.float32), np.ones((8, 2), np.float32)
+    idx = np.tile(np.asarray([[0, 2]], np.int32), (8, 1))
+
+    def exchange(pause):
+        before = group.counters()
+        under_way = jax.block_until_ready(start(x, idx, weights))
+        time.sleep(pause)
+        jax.block_until_ready(finish(under_way))
+        after = group.counters()
+        return [after[name] - before[name] for name in ("under_way_seconds", "awaited_seconds")]
+
+    exchange(0.0)  # compiles
+    under_way, awaited = exchange(0.0)
+    assert 0.5 * under_way < awaited <= under_way and under_way >= 2 * latency
+    under_way, awaited = exchange(2 * latency)
+    assert awaited == 0 and under_way >= 2 * latency
