@@ -14,7 +14,7 @@ import atexit
 import dataclasses
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -289,7 +289,7 @@ class EpGroup:
             failure = f"ranks {lost} have not answered in time"
         return failure
 
-    def counters(self) -> dict[str, int | float]:
+    def counters(self) -> Mapping[str, int | float]:
         """Of this member's ranks since `bootstrap`: exchanges begun and ended, ends that had to
         wait, rows that stayed on their rank, rows and bytes that left it; the seconds that tokens
         were under way, from a rank's start until all had come, and those of them that its finish

@@ -108,3 +108,26 @@ def empty_decode(num_ranks: int, batch_size: int, num_pages: int) -> DecodeBatch
         slots=np.zeros(rows, np.int32),
         page_table=np.zeros((*rows, num_pages), np.int32),
     )
+
+
+def fill(batch: Batch, *, page_size: int, num_pages: int, vocab_size: int) -> Batch:
+    """Give every row of an empty batch a token, for measurements; returns the batch.
+
+    A prefill has one prompt on each rank, in the pages from 1 on, as long as a cache of `num_pages`
+    pages allows. A decode has requests that have filled one page each, which they share if there
+    are fewer.
+    """
+    num_ranks, num_rows = batch.token_ids.shape
+    row = np.arange(num_rows)
+    batch.token_ids[:] = (7919 * row + 13 * np.arange(num_ranks)[:, None]) % vocab_size
+    if isinstance(batch, DecodeBatch):
+        page = 1 + row % (num_pages - 1)
+        batch.positions[:], batch.page_table[:, :, 0] = page_size - 1, page
+        batch.slots[:] = page * page_size + page_size - 1
+        return batch
+    pages = min(-(-num_rows // page_size), batch.page_ids.shape[1], num_pages - 1)
+    row = row[: pages * page_size]
+    batch.positions[:, row], batch.slots[:, row], batch.request[:, row] = row, page_size + row, 0
+    batch.page_ids[:, :pages], batch.page_request[:, :pages] = 1 + np.arange(pages), 0
+    batch.page_start[:, :pages], batch.num_pages[:] = page_size * np.arange(pages), pages
+    return batch

@@ -55,8 +55,7 @@ class ExecutionPlan:
       max_dispatch_tokens_per_rank: tokens one dispatch moves at most from a rank; the MoE layer
         splits a larger batch into several dispatches. None: any number.
       overlap: see `Overlap`.
-      overlap_min_tokens: a rank's tokens from which on a step overlaps; smaller ones do not, and
-        none of fewer than two.
+      unsplit_overlap: that of steps that are not cut in two.
       moe_a2a_backend: who moves tokens, a name in `custom_calls.ep`.
       fp8_dispatch: tokens are quantised before they are sent, for FP8 experts.
       grouped_gemm, permute, quantize: implementation names of the experts' custom calls, None for
@@ -70,7 +69,7 @@ class ExecutionPlan:
     dispatch_mode: DispatchMode
     max_dispatch_tokens_per_rank: int | None = None
     overlap: Overlap = Overlap.NONE
-    overlap_min_tokens: int = 2
+    unsplit_overlap: Overlap = Overlap.NONE
     moe_a2a_backend: str = "reference"
     fp8_dispatch: bool = False
     grouped_gemm: str | None = None
@@ -79,8 +78,7 @@ class ExecutionPlan:
     row_alignment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank", "row_alignment",
-                     "overlap_min_tokens"):  # fmt: skip
+        for name in ("ep_size", "slots_per_rank", "max_dispatch_tokens_per_rank", "row_alignment"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -93,10 +91,20 @@ class ExecutionPlan:
     def num_physical_experts(self) -> int:
         return self.ep_size * self.slots_per_rank
 
+    @property
+    def is_two_batch(self) -> bool:
+        return self.overlap.num_micro_batches > 1
+
+    @property
+    def unsplit(self) -> "ExecutionPlan":
+        """The plan of steps that are not cut in two."""
+        return dataclasses.replace(self, overlap=self.unsplit_overlap)
+
     def overlap_of(self, num_tokens: int) -> Overlap:
         """What a step of so many tokens on a rank, padding included, overlaps."""
-        is_enough = num_tokens >= max(2, self.overlap_min_tokens)
-        return self.overlap if is_enough else Overlap.NONE
+        return (
+            self.overlap if num_tokens >= self.overlap.num_micro_batches else self.unsplit_overlap
+        )
 
     def dispatch_parts(self, num_tokens: int) -> list[slice]:
         """The tokens of each dispatch when there are so many."""
@@ -131,9 +139,10 @@ def make_plans(
         raise ValueError(f"deepep_mode must be one of {DEEPEP_MODES}, got {deepep_mode!r}")
     auto = (DispatchMode.NORMAL, DispatchMode.LOW_LATENCY)
     modes = auto if deepep_mode == "auto" else 2 * (DispatchMode(deepep_mode),)
-    overlaps = 2 * (Overlap.SINGLE_BATCH if single_batch_overlap else Overlap.NONE,)
+    unsplit = Overlap.SINGLE_BATCH if single_batch_overlap else Overlap.NONE
+    overlaps = unsplit, unsplit
     if two_batch_overlap:
-        overlaps = (Overlap.TWO_BATCH_PREFILL, Overlap.TWO_BATCH_DECODE)
+        overlaps = Overlap.TWO_BATCH_PREFILL, Overlap.TWO_BATCH_DECODE
     prefill, decode = (
         ExecutionPlan(
             ep_size=ep_size,
@@ -143,6 +152,7 @@ def make_plans(
                 max_dispatch_tokens_per_rank if mode is DispatchMode.LOW_LATENCY else None
             ),
             overlap=overlap,
+            unsplit_overlap=unsplit,
             moe_a2a_backend=moe_a2a_backend,
             # XLA's all-to-all moves what it is given; rows of bytes only cost it conversions.
             fp8_dispatch=quantization is Quantization.FP8 and moe_a2a_backend != "reference",

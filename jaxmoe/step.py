@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.stages import Traced
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -147,7 +148,7 @@ class Steps:
 
         self._forward = {
             (plan, detailed): make_forward(plan, detailed)
-            for plan in set(self._plans)
+            for plan in {*self._plans, *(plan.unsplit for plan in self._plans)}
             for detailed in (False, True)
         }
         self._sample = on_ranks(partial(_sample, graphdef), (params,) + 3 * (ranked,))
@@ -155,15 +156,20 @@ class Steps:
         self._score = on_ranks(partial(_score, graphdef), (params,) + 2 * (ranked,))
         self._logits = on_ranks(partial(_logits, graphdef), (params, ranked))
 
-    def forward(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "D T H"], KVCache]:
-        """One step of the decoder: normalised last hidden states. `cache` is donated."""
-        run = self._forward[self._plan(batch), False]
+    def forward(
+        self, cache: KVCache, batch: Batch, *, is_split: bool = True
+    ) -> tuple[Float[Array, "D T H"], KVCache]:
+        """One step of the decoder: normalised last hidden states. `cache` is donated.
+
+        Cut in two where the plan is, unless not `is_split`.
+        """
+        run = self._forward[self._plan(batch, is_split), False]
         return run(self.model.params, cache, batch, self.model.placement)
 
-    def trace_forward(self, cache: KVCache, batch: Batch) -> None:
+    def trace_forward(self, cache: KVCache, batch: Batch, *, is_split: bool = True) -> Traced:
         """Trace `forward` without running it: it then asks for the kernels that it will launch."""
-        run = self._forward[self._plan(batch), False]
-        run.trace(self.model.params, cache, batch, self.model.placement)
+        run = self._forward[self._plan(batch, is_split), False]
+        return run.trace(self.model.params, cache, batch, self.model.placement)
 
     def forward_with_activations(
         self, cache: KVCache, batch: Batch
@@ -194,8 +200,9 @@ class Steps:
         """Of every hidden state, for comparisons."""
         return self._logits(self.model.params, hidden)
 
-    def _plan(self, batch: Batch) -> ExecutionPlan:
-        return self._plans[0] if isinstance(batch, PrefillBatch) else self._plans[1]
+    def _plan(self, batch: Batch, is_split: bool = True) -> ExecutionPlan:
+        plan = self._plans[0] if isinstance(batch, PrefillBatch) else self._plans[1]
+        return plan if is_split else plan.unsplit
 
 
 def _forward(graphdef, plan, with_activations, params, cache, batch, placement):

@@ -20,6 +20,7 @@ from jaxmoe.plan import (
     TWO_BATCH_OVERLAP_HELP,
 )
 from serving.engine import EngineLimits
+from serving.overlap import TwoBatchLimits
 
 
 DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
@@ -76,6 +77,14 @@ class ServerConfig:
         "share of a prefill's tokens below which no half of a two-batch overlap falls: a sequence "
         "is cut rather",
     )
+    tbo_min_prefill_tokens: int | None = _flag(
+        None,
+        "tokens of a rank's prefill from which on it is overlapped in two batches; default: "
+        "measured at start-up",
+    )
+    tbo_min_decode_requests: int | None = _flag(
+        None, "the same of a rank's decoding requests; default: measured at start-up"
+    )
     max_dispatch_tokens_per_rank: int = _flag(
         128, "tokens a rank sends in one low-latency dispatch; larger batches are split"
     )
@@ -103,7 +112,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "chunked_prefill_size", "page_size",
                      "max_dispatch_tokens_per_rank", "ep_size", "context_length",
-                     "max_total_tokens", "nnodes"):  # fmt: skip
+                     "max_total_tokens", "nnodes", "tbo_min_prefill_tokens",
+                     "tbo_min_decode_requests"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -130,6 +140,12 @@ class ServerConfig:
                 f"--tbo-token-distribution-threshold must be between 0 and 0.5, got "
                 f"{self.tbo_token_distribution_threshold}"
             )
+        for name in ("tbo_min_prefill_tokens", "tbo_min_decode_requests"):
+            if getattr(self, name) is not None and not self.enable_two_batch_overlap:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} ({getattr(self, name)}) needs "
+                    "--enable-two-batch-overlap, which is not given"
+                )
         if self.ep_size is not None and self.ep_size % self.nnodes:
             raise ValueError(
                 f"--ep-size ({self.ep_size}) must be divisible by --nnodes ({self.nnodes})"
@@ -145,6 +161,14 @@ class ServerConfig:
     def ranks_per_node(self) -> int | None:
         """None: every device of a node."""
         return None if self.ep_size is None else self.ep_size // self.nnodes
+
+    @property
+    def two_batch_limits(self) -> TwoBatchLimits:
+        return TwoBatchLimits(
+            self.tbo_min_prefill_tokens,
+            self.tbo_min_decode_requests,
+            self.tbo_token_distribution_threshold,
+        )
 
     def a2a_backend(self, platform: str) -> str:
         """`moe_a2a_backend`, or what such devices need where none is asked for."""

@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from custom_calls import deep_gemm
 from jaxmoe import batch as batches
 from jaxmoe import kv_cache, sampling
-from jaxmoe.overlap.split import DEFAULT_THRESHOLD, place, split_requests, split_sequences
 from jaxmoe.plan import ExecutionPlan
 from jaxmoe.sampling import Sampled
 from jaxmoe.step import ShardedModel, Steps
+from serving.overlap import TwoBatchLimits, TwoBatchOverlap
 from serving.peers import Peers
 from serving.request import Request, SamplingParams, TokenLogprob
-from serving.scheduler import Limits, ScheduledBatch, ScheduledDecode, ScheduledPrefill
+from serving.scheduler import Limits, ScheduledBatch, ScheduledDecode, ScheduledPrefill, StepPhase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +92,17 @@ class Engine:
         prefill: ExecutionPlan,
         decode: ExecutionPlan,
         cache_dtype: DTypeLike | None = None,
-        tbo_token_distribution_threshold: float = DEFAULT_THRESHOLD,
+        two_batch_limits: TwoBatchLimits | None = None,
     ):
         self.limits = limits
         self.num_ranks = model.mesh.size
         self._model = model
         self._cache_dtype = model.dtype if cache_dtype is None else cache_dtype
-        self._plans = prefill, decode
-        self._threshold = tbo_token_distribution_threshold
-        self.overlap_counts = {
-            f"{phase}_{what}": 0
-            for phase in ("prefill", "decode")
-            for what in ("steps", "first_half_tokens", "second_half_tokens")
-        }
-        """Steps that ran as two micro-batches, and the tokens of their halves."""
+        plans = {StepPhase.PREFILL: prefill, StepPhase.DECODE: decode}
+        self.overlap = TwoBatchOverlap(
+            two_batch_limits or TwoBatchLimits(),
+            [phase for phase, plan in plans.items() if plan.is_two_batch],
+        )
         self._steps = Steps(model, prefill=prefill, decode=decode)
         self._cache = self._empty_cache()
 
@@ -137,14 +134,16 @@ class Engine:
         Kernels that the programs launch are compiled before, side by side. Members compile at
         different speed but run each program together.
         """
-        for _, arrays in self._batches():
-            self._steps.trace_forward(self._cache, arrays)
+        for _, arrays, is_split in self._batches():
+            self._steps.trace_forward(self._cache, arrays, is_split=is_split)
         deep_gemm.wait(progress=True)
         programs = list(self._programs())
         for i, (what, run) in enumerate(programs):
             progress(what, i, len(programs))
             peers.agree((i, len(programs)))
             jax.block_until_ready(run())
+        for phase, sizes in self._sizes.items():
+            self.overlap.measure(phase, sizes, partial(self._run_full, phase), peers)
 
     def run(self, batch: ScheduledBatch, size: int) -> list[StepResult]:
         """One step, padded to what `size` tokens (prefill) or rows (decode) of a rank need.
@@ -163,7 +162,7 @@ class Engine:
         sampled_rows: list[list[Request]] = [[] for _ in batch.chunks]
         targets = np.full((self.num_ranks, size), -1, np.int32)
         rows_of: dict[Request, np.ndarray] = {}
-        places = self._place(batch, size)
+        places = self.overlap.place(batch, size)
         for rank, chunks in enumerate(batch.chunks):
             token, page = 0, 0
             for index, chunk in enumerate(chunks):
@@ -189,7 +188,7 @@ class Engine:
                     sampled_rows[rank].append(request)
             arrays.num_pages[rank] = page
 
-        hidden, self._cache = self._steps.forward(self._cache, arrays)
+        hidden = self._forward(arrays)
         tokens = self._sample(hidden, rows, sampled_rows)
         scores = None
         if (targets >= 0).any():
@@ -218,7 +217,7 @@ class Engine:
         limits = self.limits
         arrays = batches.empty_decode(self.num_ranks, size, limits.pages_per_sequence)
         rows = np.zeros((self.num_ranks, size), np.int32)
-        places = self._place(batch, size)
+        places = self.overlap.place(batch, size)
         for rank, requests in enumerate(batch.requests):
             rows[rank, : len(requests)] = places[rank]
             for row, request in zip(places[rank], requests, strict=True):
@@ -227,32 +226,18 @@ class Engine:
                 arrays.positions[rank, row] = position
                 arrays.slots[rank, row] = self._slots(request, np.asarray([position]))[0]
                 arrays.page_table[rank, row, : len(request.pages)] = request.pages
-        hidden, self._cache = self._steps.forward(self._cache, arrays)
+        hidden = self._forward(arrays)
         tokens = self._sample(hidden, rows, batch.requests)
         return [
             StepResult(request, request.num_tokens, token, {}) for request, token in tokens.items()
         ]
 
-    def _place(self, batch: ScheduledBatch, size: int) -> list[np.ndarray]:
-        """The row of each token (prefill) or request (decode) of each rank, in their order: one
-        after the other, or both halves of the rows with their share where they are overlapped."""
-        if isinstance(batch, ScheduledPrefill):
-            plan, phase = self._plans[0], "prefill"
-            lengths = [[chunk.stop - chunk.start for chunk in chunks] for chunks in batch.chunks]
-            lefts = [split_sequences(of_rank, self._threshold) for of_rank in lengths]
-            counts = [sum(of_rank) for of_rank in lengths]
-        else:
-            plan, phase = self._plans[1], "decode"
-            counts = [len(requests) for requests in batch.requests]
-            lefts = [split_requests(count) for count in counts]
-        if plan.overlap_of(size).num_micro_batches == 1:
-            return [np.arange(count) for count in counts]
-        places = [place(count, left, size) for count, left in zip(counts, lefts, strict=True)]
-        first = sum(int((rows < size // 2).sum()) for rows in places)
-        self.overlap_counts[f"{phase}_steps"] += 1
-        self.overlap_counts[f"{phase}_first_half_tokens"] += first
-        self.overlap_counts[f"{phase}_second_half_tokens"] += sum(counts) - first
-        return places
+    def _forward(self, arrays: batches.Batch, is_split: bool | None = None) -> jax.Array:
+        """A step on the engine's cache, cut in two where that is better unless it is said."""
+        if is_split is None:
+            is_split = self.overlap.is_split(_phase(arrays), arrays.token_ids.shape[1])
+        hidden, self._cache = self._steps.forward(self._cache, arrays, is_split=is_split)
+        return hidden
 
     def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
         pages = np.asarray(request.pages, np.int32)[positions // self.limits.page_size]
@@ -281,15 +266,34 @@ class Engine:
             for row, request in enumerate(of_rank)
         }
 
-    def _batches(self) -> Iterator[tuple[str, batches.Batch]]:
-        """A batch of every shape that is stepped."""
-        limits, ranks = self.limits, self.num_ranks
-        for size in limits.prefill_sizes:
-            empty = batches.empty_prefill(ranks, size, limits.chunk_pages)
-            yield f"prefill of {size} tokens", empty
-        for size in limits.decode_sizes:
-            empty = batches.empty_decode(ranks, size, limits.pages_per_sequence)
-            yield f"decode of {size} requests", empty
+    @property
+    def _sizes(self) -> dict[StepPhase, tuple[int, ...]]:
+        limits = self.limits
+        return {StepPhase.PREFILL: limits.prefill_sizes, StepPhase.DECODE: limits.decode_sizes}
+
+    def _empty(self, phase: StepPhase, size: int) -> batches.Batch:
+        if phase is StepPhase.PREFILL:
+            return batches.empty_prefill(self.num_ranks, size, self.limits.chunk_pages)
+        return batches.empty_decode(self.num_ranks, size, self.limits.pages_per_sequence)
+
+    def _run_full(self, phase: StepPhase, size: int, is_split: bool) -> None:
+        """A step all of whose rows have a token, for measurements; it overwrites the cache."""
+        arrays = batches.fill(
+            self._empty(phase, size),
+            page_size=self.limits.page_size,
+            num_pages=self.limits.num_pages,
+            vocab_size=self._model.config.vocab_size,
+        )
+        jax.block_until_ready(self._forward(arrays, is_split))
+
+    def _batches(self) -> Iterator[tuple[str, batches.Batch, bool]]:
+        """A batch of every shape that is stepped, each way that it may be."""
+        for phase, sizes in self._sizes.items():
+            unit = "tokens" if phase is StepPhase.PREFILL else "requests"
+            for size in sizes:
+                for is_split in self.overlap.ways(phase, size):
+                    what = f"{phase.value} of {size} {unit}{' in halves' if is_split else ''}"
+                    yield what, self._empty(phase, size), is_split
 
     def _programs(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Every program `run` can need, as (what it is, a call that compiles it).
@@ -300,10 +304,9 @@ class Engine:
         limits, ranks, vocab = self.limits, self.num_ranks, self._model.config.vocab_size
         hidden: list[jax.Array] = []
 
-        def forward(arrays: batches.Batch) -> jax.Array:
-            state, self._cache = self._steps.forward(self._cache, arrays)
-            hidden[:] = [state]
-            return state
+        def forward(arrays: batches.Batch, is_split: bool) -> jax.Array:
+            hidden[:] = [self._forward(arrays, is_split)]
+            return hidden[0]
 
         def sample(rows: int, with_bias: bool) -> Sampled:
             bias = np.zeros((ranks, rows, vocab), np.float32) if with_bias else None
@@ -313,8 +316,8 @@ class Engine:
         def score(size: int) -> object:
             return self._steps.score(hidden[0], np.full((ranks, size), -1, np.int32))
 
-        for what, arrays in self._batches():
-            yield what, partial(forward, arrays)
+        for what, arrays, is_split in self._batches():
+            yield what, partial(forward, arrays, is_split)
             size = arrays.token_ids.shape[1]
             if isinstance(arrays, batches.PrefillBatch):
                 yield f"scores of {size} tokens", partial(score, size)
@@ -323,6 +326,10 @@ class Engine:
             else:
                 yield "next tokens", partial(sample, size, False)
                 yield "next tokens with bias", partial(sample, size, True)
+
+
+def _phase(arrays: batches.Batch) -> StepPhase:
+    return StepPhase.PREFILL if isinstance(arrays, batches.PrefillBatch) else StepPhase.DECODE
 
 
 def _fitting(count: int, sizes: tuple[int, ...]) -> int:

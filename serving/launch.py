@@ -24,7 +24,6 @@ from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
-from jaxmoe.overlap.split import DEFAULT_THRESHOLD
 from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
@@ -35,6 +34,7 @@ from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
 from serving.member import MemberLink
 from serving.metrics import CountsCollector, GroupCollector, LoopMetrics
+from serving.overlap import TwoBatchLimits
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
 from serving.rendezvous import Rendezvous, join
@@ -157,9 +157,9 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
     if group is not None:
         registry.register(CountsCollector("ep", group.counters))
     peers = group or Alone()
-    engine = make_engine(model, limits, plans, config.tbo_token_distribution_threshold)
+    engine = make_engine(model, limits, plans, config.two_batch_limits)
     if config.enable_two_batch_overlap:
-        registry.register(CountsCollector("two_batch_overlap", lambda: engine.overlap_counts))
+        registry.register(CountsCollector("two_batch_overlap", lambda: engine.overlap.counts))
     _warm_up(engine, peers)
     loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
     return _Node(model, tokenizer, engine, loop, metrics, registry)
@@ -228,15 +228,11 @@ def make_engine(
     model: ShardedModel,
     limits: EngineLimits,
     plans: tuple[ExecutionPlan, ExecutionPlan],
-    tbo_token_distribution_threshold: float = DEFAULT_THRESHOLD,
+    two_batch_limits: TwoBatchLimits | None = None,
 ) -> Engine:
     prefill, decode = plans
     engine = Engine(
-        model,
-        limits,
-        prefill=prefill,
-        decode=decode,
-        tbo_token_distribution_threshold=tbo_token_distribution_threshold,
+        model, limits, prefill=prefill, decode=decode, two_batch_limits=two_batch_limits
     )
     logger.info(
         "cache: %d pages of %d tokens on each rank, %.0f MiB in all",

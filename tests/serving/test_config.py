@@ -34,6 +34,10 @@ def test_the_address_of_node_rank_0(address, expected):
             {"moe_a2a_backend": "reference", "nnodes": 2, "dist_init_addr": "a:1"},
             "--moe-a2a-backend reference moves tokens within one process, --nnodes is 2",
         ),
+        (
+            {"tbo_min_decode_requests": 8},
+            r"--tbo-min-decode-requests \(8\) needs --enable-two-batch-overlap",
+        ),
         ({"dist_init_addr": "a:1"}, "--dist-init-addr is for --nnodes above 1, got a:1"),
         *(
             ({"nnodes": 2, "dist_init_addr": text}, f"must be HOST:PORT .* got {text}$")

@@ -1,6 +1,5 @@
 """That overlap changes no number: whole steps against the sequential order, bit for bit."""
 
-import dataclasses
 import itertools
 import re
 
@@ -145,13 +144,14 @@ def test_the_compiled_order_is_the_schedule_s(model, phase, group):
     assert len(starts) == 2 * 2 * model.config.num_moe_layers
 
 
-def test_small_steps_do_not_overlap(model):
-    plan = dataclasses.replace(
-        make_steps(model, "reference", two_batch_overlap=True)._plans[0], overlap_min_tokens=16
-    )
-    assert plan.overlap_of(15) is Overlap.NONE
-    assert plan.overlap_of(16) is Overlap.TWO_BATCH_PREFILL
-    assert dataclasses.replace(plan, overlap_min_tokens=1).overlap_of(1) is Overlap.NONE
+def test_one_token_is_not_cut(model):
+    plan = make_steps(model, "reference", two_batch_overlap=True, single_batch_overlap=True)._plans[
+        0
+    ]
+    assert plan.overlap_of(1) is Overlap.SINGLE_BATCH and plan.unsplit.overlap_of(
+        9
+    ) is plan.overlap_of(1)
+    assert plan.overlap_of(2) is Overlap.TWO_BATCH_PREFILL
 
 
 def test_halves_have_all_tokens_in_order():
