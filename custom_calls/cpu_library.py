@@ -31,9 +31,13 @@ def call(
     results: tuple[jax.ShapeDtypeStruct, ...],
     *operands: Array,
     has_side_effect: bool = False,
+    aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> tuple[Array, ...]:
-    """Calls a handler; usable inside `shard_map`. Without side effect it is a pure function."""
+    """Calls a handler; usable inside `shard_map`. Without side effect it is a pure function.
+
+    `aliases`: the operands, by number, that become results.
+    """
     if (reason := missing()) is not None:
         raise RuntimeError(reason)
     axes = varying_axes(*operands)
@@ -42,5 +46,6 @@ def call(
         tuple(shape_like(result.shape, result.dtype, *operands) for result in results),
         vmap_method="sequential",
         has_side_effect=has_side_effect,
+        input_output_aliases=aliases,
     )(*(as_varying(operand, axes) for operand in operands), **attributes)
     return tuple(outputs)

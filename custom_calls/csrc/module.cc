@@ -28,6 +28,7 @@ nb::dict Registrations() {
   add("jaxmoe_cpu_silu_and_mul_masked", kSiluAndMulMasked);
   add("jaxmoe_cpu_mla_prefill", kMlaPrefill);
   add("jaxmoe_cpu_mla_decode", kMlaDecode);
+  add("jaxmoe_hold_until", kHoldUntil);
   add("jaxmoe_ep_rank", kEpRank);
   add("jaxmoe_loopback_dispatch_start", kEpDispatchStart);
   add("jaxmoe_loopback_normal_dispatch_finish", kEpNormalDispatchFinish);

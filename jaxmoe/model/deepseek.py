@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from custom_calls.ep import Dispatcher
 from custom_calls.gemm import gemm
+from custom_calls.ordering import hold_until
 from jaxmoe.batch import Batch, split
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
@@ -27,7 +28,7 @@ from jaxmoe.model.rope import rotation
 from jaxmoe.moe.dispatcher import make_dispatcher
 from jaxmoe.moe.layer import MoE, MoEPass
 from jaxmoe.overlap.emit import emit
-from jaxmoe.overlap.schedule import EXCHANGE, Layers, Op, Overlap, Stage, make_schedule
+from jaxmoe.overlap.schedule import Layers, Op, Overlap, Stage, make_schedule
 from jaxmoe.plan import ExecutionPlan, Quantization
 
 
@@ -109,9 +110,14 @@ class DeepseekModel(nnx.Module):
             num_moe=self.config.num_moe_layers,
             num_parts=tuple(len(plan.dispatch_parts(len(part.token_ids))) for part in parts),
         )
+
+        def run(op: Op, after: Array | None) -> Array:
+            with jax.named_scope(f"micro_batch_{op.micro_batch}"):
+                return passes[op.micro_batch].run(op, after)
+
         emit(
             make_schedule(overlap, layers),
-            lambda op, after: passes[op.micro_batch].run(op, after),
+            run,
             is_pinned=overlap is not Overlap.NONE and plan.moe_a2a_backend != "reference",
         )
         x, hidden, topk_idx = jax.tree.map(
@@ -150,25 +156,39 @@ class _DecoderPass:
         self.topk_idx: list[Array] = []
 
     def run(self, op: Op, after: Array | None) -> Array:
-        """Trace a stage; an array that it computes. Communication begins after `after`."""
+        """Trace a stage; an array that it computes. It begins after `after`, if that is given, or
+        after what it reads from, which does."""
         layer = self._layers[op.layer]
         with jax.named_scope(f"layer_{op.layer}"), jax.named_scope(op.stage.value):
-            if op.stage is Stage.ATTENTION:
-                attended, self._latent[op.layer] = layer.self_attn(
-                    layer.input_layernorm(self.x), self._latent[op.layer], self._batch, self._rotate
-                )
-                self.x = self.x + attended
-                self._normed = layer.post_attention_layernorm(self.x)
-                if isinstance(layer.mlp, MoE):
-                    self._moe = MoEPass(layer.mlp, self._normed, self._is_token, *self._how)
-                return self._normed
-            if op.stage is Stage.MLP:
-                return self._finish(layer.mlp(self._normed))
-            stage = getattr(self._moe, op.stage.value)
-            if op.stage is Stage.OUTPUT:
-                self.topk_idx.append(self._moe.routing.topk_idx)
-                return self._finish(stage())
-            return stage(op.part, after) if op.stage in EXCHANGE else stage()
+            match op.stage:
+                case Stage.ATTENTION_PREPARE:
+                    self.x = hold_until(self.x, after)
+                    self._queries, self._latent[op.layer] = layer.self_attn.prepare(
+                        layer.input_layernorm(self.x),
+                        self._latent[op.layer],
+                        self._batch,
+                        self._rotate,
+                    )
+                    return self._queries[0]
+                case Stage.ATTENTION_CORE:
+                    queries = hold_until(self._queries[0], after), self._queries[1]
+                    attended = layer.self_attn.core(queries, self._latent[op.layer], self._batch)
+                    self.x = self.x + attended
+                    self._normed = layer.post_attention_layernorm(self.x)
+                    if isinstance(layer.mlp, MoE):
+                        self._moe = MoEPass(layer.mlp, self._normed, self._is_token, *self._how)
+                    return self._normed
+                case Stage.MLP:
+                    return self._finish(layer.mlp(self._normed))
+                case Stage.GATE:
+                    return self._moe.gate()
+                case Stage.SHARED_EXPERTS:
+                    return self._moe.shared_experts(after)
+                case Stage.OUTPUT:
+                    self.topk_idx.append(self._moe.routing.topk_idx)
+                    return self._finish(self._moe.output())
+                case _:
+                    return getattr(self._moe, op.stage.value)(op.part, after)
 
     def _finish(self, y: Array) -> Array:
         self.x = self.x + y

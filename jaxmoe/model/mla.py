@@ -2,7 +2,7 @@
 
 Two forms of the same function, chosen by the type of the batch: prefill expands the cached latents
 into keys and values, decode absorbs the expansion into the query and the output and attends to the
-latents themselves.
+latents themselves. The function is in two stages, `prepare` and `core`.
 
 Quantised, `kv_b_proj` is the exception: it is not multiplied with tokens but split into each head's
 expansion, so FP8 checkpoints' is dequantised while loading, to the dtype of the activations.
@@ -30,6 +30,10 @@ from jaxmoe.plan import Quantization
 LATENT_NORM_EPS = 1e-6  # DeepSeek's own modelling code ignores rms_norm_eps in these two norms.
 
 
+Queries = tuple[Float[Array, "T N nope"], Float[Array, "T N rope"]]
+"""Of each token and head: the part without position and the rotated one."""
+
+
 class MultiHeadLatentAttention(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: DTypeLike, quantization: Quantization | None = None
@@ -50,24 +54,32 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_b_proj = Linear(config.kv_lora_rank, heads * kv_dim, dtype=dtype)
         self.o_proj = linear(heads * config.v_head_dim, hidden, bias=bias)
 
-    def __call__(
+    def prepare(
         self,
         x: Float[Array, "T H"],
         pages: Float[Array, "pages page_size latent"],
         batch: Batch,
         rotation: Rotation,
-    ) -> tuple[Float[Array, "T H"], Float[Array, "pages page_size latent"]]:
-        """The attention output and the layer's pool with the new tokens' latents in it."""
+    ) -> tuple[Queries, Float[Array, "pages page_size latent"]]:
+        """What the tokens ask for, and the layer's pool with their latents in it."""
         rows = self.kv_a_proj_with_mqa.prepare(x)
-        q_nope, q_rope = self._queries(rows, rotation)
-        pages = kv_cache.write(pages, self._latents(rows, rotation), batch.slots)
-        if isinstance(batch, PrefillBatch):
-            values = self._attend_expanded(q_nope, q_rope, pages, batch)
-        else:
-            values = self._attend_absorbed(q_nope, q_rope, pages, batch)
-        return self.o_proj(values.reshape(values.shape[0], -1)), pages
+        queries = self._queries(rows, rotation)
+        return queries, kv_cache.write(pages, self._latents(rows, rotation), batch.slots)
 
-    def _queries(self, rows, rotation):
+    def core(
+        self,
+        queries: Queries,
+        pages: Float[Array, "pages page_size latent"],
+        batch: Batch,
+    ) -> Float[Array, "T H"]:
+        """The attention output."""
+        if isinstance(batch, PrefillBatch):
+            values = self._attend_expanded(*queries, pages, batch)
+        else:
+            values = self._attend_absorbed(*queries, pages, batch)
+        return self.o_proj(values.reshape(values.shape[0], -1))
+
+    def _queries(self, rows, rotation) -> Queries:
         config = self.config
         with jax.named_scope("queries"):
             if config.q_lora_rank is None:

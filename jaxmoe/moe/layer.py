@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from custom_calls.ep import Dispatcher
+from custom_calls.ordering import hold_until
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.model.mlp import MLP
@@ -40,8 +41,8 @@ class MoEPass:
     """Tokens on their way through a layer, while a step is traced.
 
     One method for each stage of `jaxmoe.overlap.schedule`, which says in what order they may be
-    called; each returns an array that it computes, and communication begins when `after` has been
-    computed. More tokens than one dispatch takes are sent in parts, one after the other.
+    called; each returns an array that it computes, and begins when `after` has been computed, or
+    reads from what does. More tokens than one dispatch takes are sent in parts, one by one.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class MoEPass:
         self._combined.append(combined)
         return combined
 
-    def shared_experts(self) -> Array:
-        self._shared = self._layer.shared_experts(self._x)
+    def shared_experts(self, after: Array | None) -> Array:
+        self._shared = self._layer.shared_experts(hold_until(self._x, after))
         return self._shared
 
     def output(self) -> Float[Array, "T H"]:

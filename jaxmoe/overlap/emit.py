@@ -12,10 +12,9 @@ def emit(schedule: Schedule, run: Callable[[Op, Array | None], Array], *, is_pin
     """Trace the ops in order; `run` traces one and gives an array that it computes.
 
     Pinned, `run` is also given an array that is computed when the op before and the last exchange
-    have run, for communication to begin after. That is data flow, which no compiler can undo; what
-    else is computed meanwhile is XLA's choice. (`control_deps` of jax 0.10 pins everything, but
-    crashes with XLA's own collectives; `program_order` from 0.11 on takes fusions apart, which
-    changes the last bits.)
+    have run, for it to begin after. That is data flow, which no compiler can undo. (`control_deps`
+    of jax 0.10 pins as well, but crashes with XLA's own collectives; `program_order` from 0.11 on
+    takes fusions apart, which changes the last bits.)
     """
     before: Array | None = None
     exchanged: Array | None = None

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 
 
 class Stage(enum.Enum):
-    """The stages of a layer. A dense layer has the first two, an MoE layer all but MLP."""
+    """The stages of a layer. A dense layer has the first three, an MoE layer all but MLP."""
 
-    ATTENTION = "attention"
+    ATTENTION_PREPARE = "attention_prepare"
+    """Queries, and the tokens' latents written to the cache."""
+    ATTENTION_CORE = "attention_core"
     MLP = "mlp"
     GATE = "gate"
     DISPATCH_START = "dispatch_start"
@@ -139,9 +141,12 @@ def _segments(overlap: Overlap, layers: Layers, micro_batch: int) -> list[list[O
         segments.append([])
 
     for layer in range(layers.num_dense):
-        add(layer, Stage.ATTENTION, Stage.MLP)
+        add(layer, Stage.ATTENTION_PREPARE, Stage.ATTENTION_CORE, Stage.MLP)
     for layer in range(layers.num_dense, layers.num_dense + layers.num_moe):
-        add(layer, Stage.ATTENTION, Stage.GATE)
+        add(layer, Stage.ATTENTION_PREPARE)
+        if overlap is Overlap.TWO_BATCH_DECODE:
+            cut()
+        add(layer, Stage.ATTENTION_CORE, Stage.GATE)
         for part in range(max(layers.num_parts)):
             if overlap is Overlap.TWO_BATCH_DECODE:
                 cut()
@@ -166,19 +171,21 @@ def _in_order(layers: Layers, micro_batch: int) -> Iterator[Op]:
 
 def _reads_from(op: Op, layers: Layers) -> Iterator[Op]:
     """The ops whose results an op needs. A chunk of a sequence also reads what the chunk before it
-    wrote to the cache, so that attention runs in the order of the micro-batches."""
+    wrote to the cache, so that the cache is written in the order of the micro-batches."""
 
     def own(stage: Stage, part: int = 0, layer: int = op.layer) -> Op:
         return Op(op.micro_batch, layer, stage, part)
 
-    if op.stage is Stage.ATTENTION:
+    if op.stage is Stage.ATTENTION_PREPARE:
         if op.micro_batch > 0:
-            yield Op(op.micro_batch - 1, op.layer, Stage.ATTENTION)
+            yield Op(op.micro_batch - 1, op.layer, Stage.ATTENTION_PREPARE)
         if op.layer > 0:
             is_dense = op.layer <= layers.num_dense
             yield own(Stage.MLP if is_dense else Stage.OUTPUT, layer=op.layer - 1)
+    elif op.stage is Stage.ATTENTION_CORE:
+        yield own(Stage.ATTENTION_PREPARE)
     elif op.stage in (Stage.MLP, Stage.GATE, Stage.SHARED_EXPERTS):
-        yield own(Stage.ATTENTION)
+        yield own(Stage.ATTENTION_CORE)
     elif op.stage is Stage.OUTPUT:
         yield own(Stage.SHARED_EXPERTS)
         yield own(Stage.COMBINE_FINISH, layers.num_parts[op.micro_batch] - 1)

@@ -18,15 +18,16 @@ from jaxmoe.overlap.schedule import (
 
 
 SHORT = {
-    "A": Stage.ATTENTION, "M": Stage.MLP, "G": Stage.GATE, "d": Stage.DISPATCH_START,
-    "D": Stage.DISPATCH_FINISH, "E": Stage.EXPERTS, "c": Stage.COMBINE_START,
-    "C": Stage.COMBINE_FINISH, "S": Stage.SHARED_EXPERTS, "O": Stage.OUTPUT,
+    "P": Stage.ATTENTION_PREPARE, "A": Stage.ATTENTION_CORE, "M": Stage.MLP, "G": Stage.GATE,
+    "d": Stage.DISPATCH_START, "D": Stage.DISPATCH_FINISH, "E": Stage.EXPERTS,
+    "c": Stage.COMBINE_START, "C": Stage.COMBINE_FINISH, "S": Stage.SHARED_EXPERTS,
+    "O": Stage.OUTPUT,
 }  # fmt: skip
 LETTER = {stage: letter for letter, stage in SHORT.items()}
 
 
 def text(schedule):
-    """Stages by letter, "0:AGd 1:AGd": consecutive ones of a micro-batch together."""
+    """Stages by letter, "0:PAGd 1:PAGd": consecutive ones of a micro-batch together."""
     turns = itertools.groupby(schedule, key=lambda op: op.micro_batch)
     return " ".join(f"{i}:{''.join(LETTER[op.stage] for op in ops)}" for i, ops in turns)
 
@@ -34,17 +35,19 @@ def text(schedule):
 @pytest.mark.parametrize(
     ("overlap", "expected"),
     [
-        (Overlap.NONE, "0:AMAGdDEcSCOAGdDEcSCO"),
-        (Overlap.SINGLE_BATCH, "0:AMAGdSDEcCOAGdSDEcCO"),
+        (Overlap.NONE, "0:PAMPAGdDEcSCOPAGdDEcSCO"),
+        (Overlap.SINGLE_BATCH, "0:PAMPAGdSDEcCOPAGdSDEcCO"),
         # attention, gate, dispatch | arrive, experts, combine | shared, arrive, output; in turns.
         (
             Overlap.TWO_BATCH_PREFILL,
-            "0:AMAGd 1:AMAGd 0:DEc 1:DEc 0:SCOAGd 1:SCOAGd 0:DEc 1:DEc 0:SCO 1:SCO",
+            "0:PAMPAGd 1:PAMPAGd 0:DEc 1:DEc 0:SCOPAGd 1:SCOPAGd 0:DEc 1:DEc 0:SCO 1:SCO",
         ),
-        # The second micro-batch is two segments behind.
+        # output, prepare | attention, gate | dispatch, shared | arrive, experts, combine | arrive;
+        # the second micro-batch is two segments behind.
         (
             Overlap.TWO_BATCH_DECODE,
-            "0:AMAGdSDEc 1:AMAG 0:C 1:dS 0:OAG 1:DEc 0:dS 1:C 0:DEc 1:OAG 0:C 1:dS 0:O 1:DEcCO",
+            "0:PAMPAGdS 1:PAMP 0:DEc 1:AG 0:C 1:dS 0:OP 1:DEc 0:AG 1:C 0:dS 1:OP 0:DEc 1:AG 0:C "
+            "1:dS 0:O 1:DEcCO",
         ),
     ],
 )
@@ -55,8 +58,8 @@ def test_known_orders(overlap, expected):
 
 def test_a_split_dispatch_is_sent_in_parts():
     layers = Layers(0, 1, num_parts=(2,))
-    assert text(make_schedule(Overlap.NONE, layers)) == "0:AGdDEcCdDEcSCO"
-    assert text(make_schedule(Overlap.SINGLE_BATCH, layers)) == "0:AGdSDEcCdDEcCO"
+    assert text(make_schedule(Overlap.NONE, layers)) == "0:PAGdDEcCdDEcSCO"
+    assert text(make_schedule(Overlap.SINGLE_BATCH, layers)) == "0:PAGdSDEcCdDEcCO"
 
 
 @given(
