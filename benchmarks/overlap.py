@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from custom_calls import runtime
@@ -37,7 +36,7 @@ from jaxmoe import kv_cache, sharding
 from jaxmoe.batch import Batch
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
 from jaxmoe.moe.dispatcher import make_dispatcher
-from jaxmoe.plan import ExecutionPlan, ep_spec, make_plans
+from jaxmoe.plan import ep_spec, make_plans
 from jaxmoe.step import ShardedModel, Steps
 
 
@@ -94,7 +93,7 @@ def random_model(args: argparse.Namespace) -> ShardedModel:
 def measure(
     model: ShardedModel, phase: str, tokens: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    arrays = full_batch(phase, args.ep_size, tokens)
+    arrays = full_batch(model, phase, tokens)
     plans = {
         name: make_plans(
             "auto",
@@ -113,9 +112,9 @@ def measure(
         steps = Steps(model, prefill=prefill, decode=decode)
         programs[name] = step_of(model, steps, arrays)
         memory[name] = temporary_bytes(model, steps, arrays)
+        if name == "serial":
+            programs["communication"] = exchanges_of(model, steps, arrays)
     programs["computation"] = programs["serial"]
-    plan = plans["serial"][0 if phase == "prefill" else 1]
-    programs["communication"] = exchanges_of(model, plan, tokens)
     for run in programs.values():
         run()
 
@@ -147,26 +146,21 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def full_batch(phase: str, num_ranks: int, tokens: int) -> Batch:
-    """Every row of each rank has a token: of one prompt, or of requests of one page."""
-    idx = np.arange(tokens)
-    if phase == "prefill":
-        pages = -(-tokens // PAGE_SIZE)
-        prefill = batches.empty_prefill(num_ranks, tokens, pages)
-        prefill.token_ids[:], prefill.positions[:] = idx % 251, idx
-        prefill.slots[:], prefill.request[:] = PAGE_SIZE + idx, 0
-        prefill.page_ids[:], prefill.page_request[:] = 1 + np.arange(pages), 0
-        prefill.page_start[:], prefill.num_pages[:] = PAGE_SIZE * np.arange(pages), pages
-        return prefill
-    decode = batches.empty_decode(num_ranks, tokens, 1)
-    decode.token_ids[:], decode.positions[:] = idx % 251, PAGE_SIZE - 1
-    decode.slots[:] = PAGE_SIZE * (1 + idx) + PAGE_SIZE - 1
-    decode.page_table[:] = (1 + idx)[:, None]
-    return decode
+def full_batch(model: ShardedModel, phase: str, tokens: int) -> Batch:
+    ranks, pages = model.mesh.size, -(-tokens // PAGE_SIZE)
+    is_prefill = phase == "prefill"
+    empty = (
+        batches.empty_prefill(ranks, tokens, pages)
+        if is_prefill
+        else batches.empty_decode(ranks, tokens, 1)
+    )
+    num_pages = 1 + (pages if is_prefill else tokens)
+    vocab_size = model.config.vocab_size
+    return batches.fill(empty, page_size=PAGE_SIZE, num_pages=num_pages, vocab_size=vocab_size)
 
 
 def cache_for(model: ShardedModel, arrays: Batch) -> kv_cache.KVCache:
-    pages = 2 + int(arrays.slots.max()) // PAGE_SIZE
+    pages = 1 + int(arrays.slots.max()) // PAGE_SIZE
     return kv_cache.allocate(
         model.config, model.mesh, num_pages=pages, page_size=PAGE_SIZE, dtype=model.dtype
     )
@@ -188,20 +182,20 @@ def temporary_bytes(model: ShardedModel, steps: Steps, arrays: Batch) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def exchanges_of(model: ShardedModel, plan: ExecutionPlan, tokens: int) -> Callable[[], None]:
+def exchanges_of(model: ShardedModel, steps: Steps, arrays: Batch) -> Callable[[], None]:
     """The exchanges of a step, one after the other, with experts that do nothing."""
-    config = model.config
-    rng = np.random.default_rng(0)
-    ranks, experts = model.mesh.size, model.num_slots
-    x = jnp.asarray(rng.standard_normal((ranks * tokens, config.hidden_size)), model.dtype)
-    scores = rng.random((ranks * tokens, experts))
-    topk_idx = jnp.asarray(scores.argsort(-1)[:, : config.num_experts_per_tok], jnp.int32)
-    weights = jnp.full(topk_idx.shape, 1 / config.num_experts_per_tok, jnp.float32)
+    config, plan = model.config, steps._plan(arrays)
+    cache = cache_for(model, arrays)
+    hidden, _, activations = steps.forward_with_activations(cache, arrays)
+    topk_idx = activations.topk_idx  # of trivially placed experts: their slots
     dispatcher = make_dispatcher(plan)
 
-    def on_rank(x: jax.Array, topk_idx: jax.Array, weights: jax.Array) -> jax.Array:
-        for _ in range(config.num_moe_layers):
-            arrived = dispatcher.dispatch_finish(dispatcher.dispatch_start(x, topk_idx, weights))
+    def on_rank(x: jax.Array, topk_idx: Sequence[jax.Array]) -> jax.Array:
+        x = x[0]
+        weights = jnp.full(topk_idx[0][0].shape, 1 / config.num_experts_per_tok, jnp.float32)
+        for of_layer in topk_idx:
+            start = dispatcher.dispatch_start(x, of_layer[0], weights)
+            arrived = dispatcher.dispatch_finish(start)
             back = dispatcher.combine_start(arrived.tokens, arrived.handle)
             x = dispatcher.combine_finish(back, arrived.handle)
         return x
@@ -209,7 +203,7 @@ def exchanges_of(model: ShardedModel, plan: ExecutionPlan, tokens: int) -> Calla
     spec = P(sharding.EP_AXIS)
     mapped = jax.shard_map(on_rank, mesh=model.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     compiled = jax.jit(mapped)
-    return lambda: jax.block_until_ready(compiled(x, topk_idx, weights))
+    return lambda: jax.block_until_ready(compiled(hidden, topk_idx))
 
 
 if __name__ == "__main__":
