@@ -8,8 +8,9 @@ time, as 50 GB/s do for DeepSeek-V3. That is a model of proportions and no claim
 
 In turns, medians of `--repeats` steps each: the step in sequence and in two micro-batches; the step
 with a link that takes no time (computation only); its exchanges alone (communication only).
-hidden share = (serial - overlapped) / min(computation, communication); both peaks of temporary
-memory are XLA's own analysis of the compiled steps.
+hidden share = (serial - overlapped) / min(computation, communication); beside it, from the timeline
+of one more step, the share of the time with tokens under way in which their rank computed. Both
+peaks of temporary memory are XLA's own analysis of the compiled steps.
 """
 
 import argparse
@@ -31,16 +32,15 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls import runtime
 from custom_calls.runtime import Link
-from jaxmoe import batch as batches
-from jaxmoe import kv_cache, sharding
+from jaxmoe import sharding
 from jaxmoe.batch import Batch
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
 from jaxmoe.moe.dispatcher import make_dispatcher
+from jaxmoe.overlap.trace import MeasuredStep, cache_for, full_batch, profile
 from jaxmoe.plan import ep_spec, make_plans
 from jaxmoe.step import ShardedModel, Steps
 
 
-PAGE_SIZE = 64
 WIDER = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 6}
 
 
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "overlap",
         "ep_size": args.ep_size,
         "ratio": args.ratio,
+        "decode_context": args.context,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "commit": args.commit or commit(),
@@ -70,6 +71,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ep-size", type=int, default=4, metavar="N", help="ranks, at most 8 (%(default)s)")
     add("--prefill-tokens", type=int, default=256, metavar="T", help="of a rank (%(default)s)")
     add("--decode-rows", type=int, default=64, metavar="B", help="of a rank (%(default)s)")
+    add("--context", type=int, default=1024, metavar="T", help="of a decode row (%(default)s)")
     add("--ratio", type=float, default=1.0, metavar="X", help="communication to computation")
     add("--repeats", type=int, default=15, metavar="N", help="timed steps of each (%(default)s)")
     add("--output", type=Path, metavar="FILE", help="write the results as JSON")
@@ -93,7 +95,7 @@ def random_model(args: argparse.Namespace) -> ShardedModel:
 def measure(
     model: ShardedModel, phase: str, tokens: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    arrays = full_batch(model, phase, tokens)
+    arrays = full_batch(model, phase, tokens, args.context)
     plans = {
         name: make_plans(
             "auto",
@@ -107,11 +109,10 @@ def measure(
     }
     spec = ep_spec(model.config, plans["overlapped"], max_tokens=tokens, dtype=model.dtype)
     runtime.bootstrap(model.mesh, spec)
-    programs, memory = {}, {}
+    measured, programs = {}, {}
     for name, (prefill, decode) in plans.items():
         steps = Steps(model, prefill=prefill, decode=decode)
-        programs[name] = step_of(model, steps, arrays)
-        memory[name] = temporary_bytes(model, steps, arrays)
+        programs[name] = measured[name] = MeasuredStep(model, steps, arrays)
         if name == "serial":
             programs["communication"] = exchanges_of(model, steps, arrays)
     programs["computation"] = programs["serial"]
@@ -130,13 +131,17 @@ def measure(
             runtime.bootstrap(model.mesh, dataclasses.replace(spec, link=None if is_free else link))
             times[name].append(seconds(run))
     runtime.shutdown()
+    runtime.bootstrap(model.mesh, dataclasses.replace(spec, link=link))
+    shares = {name: profile(step).hidden_share() for name, step in measured.items()}
+    runtime.shutdown()
     median = {name: statistics.median(values) for name, values in times.items()}
     bound = min(median["computation"], median["communication"])
     return {
         "tokens_per_rank": tokens,
         **{f"{name}_ms": round(1e3 * value, 2) for name, value in median.items()},
         "hidden_share": round((median["serial"] - median["overlapped"]) / bound, 3),
-        **{f"{name}_temporary_bytes": size for name, size in memory.items()},
+        **{f"{name}_hidden_share_of_timeline": round(x, 3) for name, x in shares.items()},
+        **{f"{name}_temporary_bytes": step.temporary_bytes for name, step in measured.items()},
     }
 
 
@@ -144,42 +149,6 @@ def seconds(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
-
-
-def full_batch(model: ShardedModel, phase: str, tokens: int) -> Batch:
-    ranks, pages = model.mesh.size, -(-tokens // PAGE_SIZE)
-    is_prefill = phase == "prefill"
-    empty = (
-        batches.empty_prefill(ranks, tokens, pages)
-        if is_prefill
-        else batches.empty_decode(ranks, tokens, 1)
-    )
-    num_pages = 1 + (pages if is_prefill else tokens)
-    vocab_size = model.config.vocab_size
-    return batches.fill(empty, page_size=PAGE_SIZE, num_pages=num_pages, vocab_size=vocab_size)
-
-
-def cache_for(model: ShardedModel, arrays: Batch) -> kv_cache.KVCache:
-    pages = 1 + int(arrays.slots.max()) // PAGE_SIZE
-    return kv_cache.allocate(
-        model.config, model.mesh, num_pages=pages, page_size=PAGE_SIZE, dtype=model.dtype
-    )
-
-
-def step_of(model: ShardedModel, steps: Steps, arrays: Batch) -> Callable[[], None]:
-    caches = [cache_for(model, arrays)]
-
-    def run() -> None:
-        hidden, cache = steps.forward(caches.pop(), arrays)
-        caches.append(jax.block_until_ready((hidden, cache))[1])
-
-    return run
-
-
-def temporary_bytes(model: ShardedModel, steps: Steps, arrays: Batch) -> int:
-    run = steps._forward[steps._plan(arrays), False]
-    lowered = run.lower(model.params, cache_for(model, arrays), arrays, model.placement)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def exchanges_of(model: ShardedModel, steps: Steps, arrays: Batch) -> Callable[[], None]:

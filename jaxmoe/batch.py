@@ -110,20 +110,24 @@ def empty_decode(num_ranks: int, batch_size: int, num_pages: int) -> DecodeBatch
     )
 
 
-def fill(batch: Batch, *, page_size: int, num_pages: int, vocab_size: int) -> Batch:
+def fill(
+    batch: Batch, *, page_size: int, num_pages: int, vocab_size: int, context: int | None = None
+) -> Batch:
     """Give every row of an empty batch a token, for measurements; returns the batch.
 
     A prefill has one prompt on each rank, in the pages from 1 on, as long as a cache of `num_pages`
-    pages allows. A decode has requests that have filled one page each, which they share if there
-    are fewer.
+    pages allows. A decode has requests of `context` tokens each, a page's if not said; they share
+    pages if there are fewer.
     """
     num_ranks, num_rows = batch.token_ids.shape
     row = np.arange(num_rows)
     batch.token_ids[:] = (7919 * row + 13 * np.arange(num_ranks)[:, None]) % vocab_size
     if isinstance(batch, DecodeBatch):
-        page = 1 + row % (num_pages - 1)
-        batch.positions[:], batch.page_table[:, :, 0] = page_size - 1, page
-        batch.slots[:] = page * page_size + page_size - 1
+        last = (context or page_size) - 1
+        pages = np.arange(last // page_size + 1)
+        table = 1 + (row[:, None] * len(pages) + pages) % (num_pages - 1)
+        batch.positions[:], batch.page_table[:, :, : len(pages)] = last, table
+        batch.slots[:] = table[:, -1] * page_size + last % page_size
         return batch
     pages = min(-(-num_rows // page_size), batch.page_ids.shape[1], num_pages - 1)
     row = row[: pages * page_size]

@@ -66,12 +66,14 @@ def join_ep_group(
     *,
     max_tokens: int,
     members: runtime.Members | None = None,
+    link: runtime.Link | None = None,
 ) -> runtime.EpGroup | None:
     """The expert-parallel group that these plans' steps need, of at most `max_tokens` tokens on a
     rank; None where XLA's collectives do. Raises as `custom_calls.runtime.bootstrap` does."""
     if all(plan.moe_a2a_backend == "reference" for plan in plans):
         return None
     spec = ep_spec(model.config, plans, max_tokens=max_tokens, dtype=model.dtype)
+    spec = dataclasses.replace(spec, link=link)
     return runtime.bootstrap(model.mesh, spec, members or runtime.ALONE)
 
 

@@ -10,6 +10,7 @@ moment its start begins to the moment its finish ends, the copies at both ends i
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -114,41 +115,59 @@ def read_profile(directory: Path, stages: Mapping[str, Place]) -> Timeline:
 
     Raises ValueError when the profile has none of its ops.
     """
-    files = sorted(directory.rglob("*.xplane.pb"))
-    ops = sorted((op for file in files for op in _ops(file, stages)), key=lambda op: op.start)
+    events = [event for file in sorted(directory.rglob("*.xplane.pb")) for event in _events(file)]
+    events.sort(key=lambda event: event.start)
+    ops = [_Op(*event, stages[event.name]) for event in events if event.name in stages]
     if not ops:
         raise ValueError(f"the profile in {directory} has no op of the step")
     began = ops[0].start
+    last = {op.rank: op.start for op in ops}
+    following = {  # the first one of each rank, as the later ones are replaced
+        event.rank: event.start - began
+        for event in reversed(events)
+        if event.name not in stages and event.start > last.get(event.rank, math.inf)
+    }
     ops = [op._replace(start=op.start - began, stop=op.stop - began) for op in ops]
     return Timeline(
         tuple(_stage_slices(op for op in ops if not op.place.is_exchange)),
-        tuple(_exchange_slices(ops)),
+        tuple(_exchange_slices(ops, following)),
     )
 
 
-class _Op(NamedTuple):
-    """An op of the step as it ran on a rank; seconds."""
+class _Event(NamedTuple):
+    """An op of a program as it ran on a rank; seconds."""
 
     rank: int
-    place: Place
+    name: str
     start: float
     stop: float
+
+
+class _Op(NamedTuple):
+    """An op of the step's layers."""
+
+    rank: int
+    name: str
+    start: float
+    stop: float
+    place: Place
 
     @property
     def row(self) -> tuple[int, int]:
         return self.rank, self.place.micro_batch
 
 
-def _ops(file: Path, stages: Mapping[str, Place]) -> Iterable[_Op]:
+def _events(file: Path) -> Iterable[_Event]:
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         device = re.search(r"/device:GPU:(\d+)", plane.name)
         for line in plane.lines:
             for event in line.events:
                 stats = {name: value for name, value in event.stats}
-                if (place := stages.get(str(stats.get("hlo_op")))) is not None:
+                if "hlo_op" in stats:
                     rank = int(device[1]) if device else int(stats["device_ordinal"])
                     start = 1e-9 * event.start_ns
-                    yield _Op(rank, place, start, start + 1e-9 * event.duration_ns)
+                    stop = start + 1e-9 * event.duration_ns
+                    yield _Event(rank, str(stats["hlo_op"]), start, stop)
 
 
 def _stage_slices(ops: Iterable[_Op]) -> Iterable[Slice]:
@@ -160,17 +179,18 @@ def _stage_slices(ops: Iterable[_Op]) -> Iterable[Slice]:
             (place, [(op.start, op.stop) for op in group])
             for place, group in itertools.groupby(of_row, key=lambda op: op.place)
         ]
-        starts = [times[0][0] for _, times in runs] + [float("inf")]
+        starts = [times[0][0] for _, times in runs] + [math.inf]
         for (place, times), following in zip(runs, starts[1:], strict=True):
             for start, stop in _merged(times):
                 if start < (stop := min(stop, following)):
                     yield Slice(rank, micro_batch, place.layer, place.stage.value, start, stop)
 
 
-def _exchange_slices(ops: Sequence[_Op]) -> Iterable[Slice]:
+def _exchange_slices(ops: Sequence[_Op], following: Mapping[int, float]) -> Iterable[Slice]:
     """From a start to its finish; what is no pair, as XLA's all-to-all, for itself.
 
-    An asynchronous op has run when what reads from it begins.
+    An asynchronous op has run when what reads from it begins: in the end that is what follows the
+    layers, which begins on each rank at `following`.
     """
     under_way: dict[tuple[int, int, str], float] = {}
     for i, op in enumerate(ops):
@@ -182,7 +202,7 @@ def _exchange_slices(ops: Sequence[_Op]) -> Iterable[Slice]:
             continue
         readers = (o.start for o in ops[i + 1 :] if o.row == op.row and _reads(o.place, op.place))
         start = under_way.pop((*op.row, what), op.start)
-        stop = max(op.stop, next(readers, op.stop))
+        stop = max(op.stop, next(readers, following.get(op.rank, op.stop)))
         yield Slice(*op.row, op.place.layer, what, start, stop)
 
 
