@@ -19,8 +19,16 @@ from jaxmoe.overlap.schedule import Overlap
 DTYPES = ("auto", "bfloat16", "float32")
 DEEPEP_MODES = ("auto", "normal", "low_latency")
 MOE_A2A_BACKENDS = tuple(ep.NORMAL)
+TBO_DECODE_SCHEDULES = {
+    "in_turns": Overlap.TWO_BATCH_IN_TURNS,
+    "staggered": Overlap.TWO_BATCH_STAGGERED,
+}
 QUANTIZATIONS = ("none", "fp8")
 TWO_BATCH_OVERLAP_HELP = "one half of the tokens is computed while the other half is under way"
+TBO_DECODE_SCHEDULE_HELP = (
+    "in which order two-batch overlap decodes: attention or experts behind exchanges, in turns; "
+    "or attention alone, staggered as in SGLang"
+)
 SINGLE_BATCH_OVERLAP_HELP = "the shared experts are computed while tokens are under way"
 QUANTIZATION_HELP = (
     "fp8: weights and activations in 128-blocks, other weights are quantised while loading; none: "
@@ -127,6 +135,7 @@ def make_plans(
     moe_a2a_backend: str = "reference",
     two_batch_overlap: bool = False,
     single_batch_overlap: bool = False,
+    tbo_decode_schedule: str = "in_turns",
     quantization: Quantization | None = None,
 ) -> tuple[ExecutionPlan, ExecutionPlan]:
     """The plans of prefill and of decode of a model with this quantisation.
@@ -137,12 +146,17 @@ def make_plans(
     """
     if deepep_mode not in DEEPEP_MODES:
         raise ValueError(f"deepep_mode must be one of {DEEPEP_MODES}, got {deepep_mode!r}")
+    if tbo_decode_schedule not in TBO_DECODE_SCHEDULES:
+        raise ValueError(
+            f"tbo_decode_schedule must be one of {tuple(TBO_DECODE_SCHEDULES)}, got "
+            f"{tbo_decode_schedule!r}"
+        )
     auto = (DispatchMode.NORMAL, DispatchMode.LOW_LATENCY)
     modes = auto if deepep_mode == "auto" else 2 * (DispatchMode(deepep_mode),)
     unsplit = Overlap.SINGLE_BATCH if single_batch_overlap else Overlap.NONE
     overlaps = unsplit, unsplit
     if two_batch_overlap:
-        overlaps = Overlap.TWO_BATCH_PREFILL, Overlap.TWO_BATCH_DECODE
+        overlaps = Overlap.TWO_BATCH_IN_TURNS, TBO_DECODE_SCHEDULES[tbo_decode_schedule]
     prefill, decode = (
         ExecutionPlan(
             ep_size=ep_size,

@@ -17,6 +17,8 @@ from jaxmoe.plan import (
     QUANTIZATION_HELP,
     QUANTIZATIONS,
     SINGLE_BATCH_OVERLAP_HELP,
+    TBO_DECODE_SCHEDULE_HELP,
+    TBO_DECODE_SCHEDULES,
     TWO_BATCH_OVERLAP_HELP,
 )
 from serving.engine import EngineLimits
@@ -72,6 +74,9 @@ class ServerConfig:
     )
     enable_two_batch_overlap: bool = _flag(False, TWO_BATCH_OVERLAP_HELP)
     enable_single_batch_overlap: bool = _flag(False, SINGLE_BATCH_OVERLAP_HELP)
+    tbo_decode_schedule: str = _flag(
+        "in_turns", TBO_DECODE_SCHEDULE_HELP, choices=tuple(TBO_DECODE_SCHEDULES)
+    )
     tbo_token_distribution_threshold: float = _flag(
         DEFAULT_THRESHOLD,
         "share of a prefill's tokens below which no half of a two-batch overlap falls: a sequence "

@@ -220,6 +220,7 @@ def plans_of(config: ServerConfig, model: ShardedModel) -> tuple[ExecutionPlan, 
         moe_a2a_backend=config.a2a_backend(model.mesh.devices.flat[0].platform),
         two_batch_overlap=config.enable_two_batch_overlap,
         single_batch_overlap=config.enable_single_batch_overlap,
+        tbo_decode_schedule=config.tbo_decode_schedule,
         quantization=model.quantization,
     )
 

@@ -46,17 +46,18 @@ class Overlap(enum.Enum):
     NONE = "none"
     SINGLE_BATCH = "single_batch"
     """The shared experts, of the same tokens."""
-    TWO_BATCH_PREFILL = "two_batch_prefill"
-    """The other micro-batch, stage by stage in turns."""
-    TWO_BATCH_DECODE = "two_batch_decode"
-    """The other micro-batch, two stages behind; the shared experts too."""
+    TWO_BATCH_IN_TURNS = "two_batch_in_turns"
+    """The other micro-batch, in turns: attention or experts behind each exchange. SGLang's order of
+    prefill."""
+    TWO_BATCH_STAGGERED = "two_batch_staggered"
+    """The other micro-batch, two stages behind; the shared experts. SGLang's order of decode."""
 
     @property
     def num_micro_batches(self) -> int:
         return 2 if self in _TWO_BATCH else 1
 
 
-_TWO_BATCH = (Overlap.TWO_BATCH_PREFILL, Overlap.TWO_BATCH_DECODE)
+_TWO_BATCH = (Overlap.TWO_BATCH_IN_TURNS, Overlap.TWO_BATCH_STAGGERED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Layers:
 
 def make_schedule(overlap: Overlap, layers: Layers) -> Schedule:
     """The order of all stages of a step; a legal one."""
-    delta = 2 if overlap is Overlap.TWO_BATCH_DECODE else 0
+    delta = 2 if overlap is Overlap.TWO_BATCH_STAGGERED else 0
     segments = [_segments(overlap, layers, i) for i in range(layers.num_micro_batches)]
     schedule = interleave(segments, delta=delta)
     check_schedule(schedule, layers)
@@ -144,22 +145,22 @@ def _segments(overlap: Overlap, layers: Layers, micro_batch: int) -> list[list[O
         add(layer, Stage.ATTENTION_PREPARE, Stage.ATTENTION_CORE, Stage.MLP)
     for layer in range(layers.num_dense, layers.num_dense + layers.num_moe):
         add(layer, Stage.ATTENTION_PREPARE)
-        if overlap is Overlap.TWO_BATCH_DECODE:
+        if overlap is Overlap.TWO_BATCH_STAGGERED:
             cut()
         add(layer, Stage.ATTENTION_CORE, Stage.GATE)
         for part in range(max(layers.num_parts)):
-            if overlap is Overlap.TWO_BATCH_DECODE:
+            if overlap is Overlap.TWO_BATCH_STAGGERED:
                 cut()
             add(layer, Stage.DISPATCH_START, part=part)
-            if part == 0 and overlap in (Overlap.SINGLE_BATCH, Overlap.TWO_BATCH_DECODE):
+            if part == 0 and overlap in (Overlap.SINGLE_BATCH, Overlap.TWO_BATCH_STAGGERED):
                 add(layer, Stage.SHARED_EXPERTS)
             cut()
             add(layer, *EXCHANGE[1:4], part=part)
             cut()
-            if part == num_parts - 1 and overlap in (Overlap.NONE, Overlap.TWO_BATCH_PREFILL):
+            if part == num_parts - 1 and overlap in (Overlap.NONE, Overlap.TWO_BATCH_IN_TURNS):
                 add(layer, Stage.SHARED_EXPERTS)
             add(layer, Stage.COMBINE_FINISH, part=part)
-        if overlap is Overlap.TWO_BATCH_DECODE:
+        if overlap is Overlap.TWO_BATCH_STAGGERED:
             cut()
         add(layer, Stage.OUTPUT)
     return segments

@@ -30,6 +30,8 @@ from jaxmoe.plan import (
     QUANTIZATION_HELP,
     QUANTIZATIONS,
     SINGLE_BATCH_OVERLAP_HELP,
+    TBO_DECODE_SCHEDULE_HELP,
+    TBO_DECODE_SCHEDULES,
     TWO_BATCH_OVERLAP_HELP,
     ExecutionPlan,
     make_plans,
@@ -42,6 +44,7 @@ from jaxmoe.step import ShardedModel, Steps, join_ep_group
 PAGE_SIZE = 64
 PHASES = ("prefill", "decode")
 NUM_WARM_UPS = 2
+DEFAULT_CPU_DEVICES = 8
 
 
 class MeasuredStep:
@@ -165,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-config", choices=sorted(RANDOM_CONFIGS), help="a seeded random model"
     )
     add = parser.add_argument
-    add("--ep-size", type=int, metavar="N", help="ranks; all devices by default, 4 on a CPU")
+    add("--ep-size", type=int, metavar="N", help="ranks; all devices by default, 8 on a CPU")
     add("--phase", choices=PHASES, default="prefill", help="default: prefill")
     add("--tokens", type=int, default=256, metavar="T", help="of a rank (default: %(default)s)")
     add(
@@ -175,6 +178,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--moe-a2a-backend", choices=MOE_A2A_BACKENDS, default="loopback")
     add("--enable-two-batch-overlap", action="store_true", help=TWO_BATCH_OVERLAP_HELP)
     add("--enable-single-batch-overlap", action="store_true", help=SINGLE_BATCH_OVERLAP_HELP)
+    add(
+        "--tbo-decode-schedule", choices=tuple(TBO_DECODE_SCHEDULES), default="in_turns",
+        help=TBO_DECODE_SCHEDULE_HELP,
+    )  # fmt: skip
     add(
         "--link-bandwidth", type=float, metavar="B",
         help="loopback only: bytes a second that a modelled link lets leave a rank",
@@ -202,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
         link = Link(latency=args.link_latency, bandwidth=args.link_bandwidth)
     # Another caller in this process may have started JAX already; the mesh checks what it needs.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", args.ep_size or 4)
+        jax.config.update("jax_num_cpu_devices", max(DEFAULT_CPU_DEVICES, args.ep_size or 1))
     with _model(args) as model:
         plans = make_plans(
             "auto",
@@ -212,6 +219,7 @@ def run(args: argparse.Namespace) -> int:
             moe_a2a_backend=args.moe_a2a_backend,
             two_batch_overlap=args.enable_two_batch_overlap,
             single_batch_overlap=args.enable_single_batch_overlap,
+            tbo_decode_schedule=args.tbo_decode_schedule,
             quantization=model.quantization,
         )
         timeline, temporary_bytes = _trace(model, plans, args, link)

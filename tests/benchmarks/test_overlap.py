@@ -21,6 +21,9 @@ def test_dry_run(tmp_path, capsys):
         times = [measured[f"{name}_ms"] for name in ("serial", "overlapped", "computation")]
         bound = min(times[2], measured["communication_ms"])
         assert min(*times, bound) > 0
-        assert measured["hidden_share"] == pytest.approx((times[0] - times[1]) / bound, abs=0.05)
+        assert measured["serial_hidden_share"] == 0
+        assert measured["overlapped_hidden_share"] == pytest.approx(
+            (times[0] - times[1]) / bound, abs=0.05
+        )
     prefill = document["prefill"]
     assert prefill["overlapped_temporary_bytes"] < 0.75 * prefill["serial_temporary_bytes"]

@@ -81,6 +81,7 @@ def run(model, steps, lengths):
 
 HOW = {
     "two_batch": dict(two_batch_overlap=True),
+    "two_batch_staggered": dict(two_batch_overlap=True, tbo_decode_schedule="staggered"),
     "single_batch": dict(single_batch_overlap=True),
     "two_batch_in_parts": dict(two_batch_overlap=True, bound=2),
 }
@@ -126,15 +127,17 @@ def calls_of(model, steps, arrays):
     return calls
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "staggered decode"])
 def test_the_compiled_order_is_the_schedule_s(model, phase, group):
-    steps = make_steps(model, "loopback", two_batch_overlap=True)
+    how = dict(tbo_decode_schedule="staggered") if "staggered" in phase else {}
+    steps = make_steps(model, "loopback", two_batch_overlap=True, **how)
     join_ep_group(model, steps._plans, max_tokens=PREFILL_TOKENS)
     prefill = batches.empty_prefill(2, PREFILL_TOKENS, NUM_PAGES)
     arrays = prefill if phase == "prefill" else batches.empty_decode(2, DECODE_ROWS, 4)
     layer = {
         "prefill": "D+0 D+1 D-0 gemm gemm C+0 D-1 gemm gemm C+1 C-0",
-        "decode": "D+0 D-0 gemm gemm C+0 C-0 D+1",
+        "decode": "D+0 D+1 D-0 gemm gemm C+0 D-1 gemm gemm C+1 C-0",
+        "staggered decode": "D+0 D-0 gemm gemm C+0 C-0 D+1",
     }[phase]
     calls = " ".join(calls_of(model, steps, arrays))
     assert calls.startswith(layer), calls
@@ -151,7 +154,7 @@ def test_one_token_is_not_cut(model):
     assert plan.overlap_of(1) is Overlap.SINGLE_BATCH and plan.unsplit.overlap_of(
         9
     ) is plan.overlap_of(1)
-    assert plan.overlap_of(2) is Overlap.TWO_BATCH_PREFILL
+    assert plan.overlap_of(2) is Overlap.TWO_BATCH_IN_TURNS
 
 
 def test_halves_have_all_tokens_in_order():

@@ -39,13 +39,13 @@ def text(schedule):
         (Overlap.SINGLE_BATCH, "0:PAMPAGdSDEcCOPAGdSDEcCO"),
         # attention, gate, dispatch | arrive, experts, combine | shared, arrive, output; in turns.
         (
-            Overlap.TWO_BATCH_PREFILL,
+            Overlap.TWO_BATCH_IN_TURNS,
             "0:PAMPAGd 1:PAMPAGd 0:DEc 1:DEc 0:SCOPAGd 1:SCOPAGd 0:DEc 1:DEc 0:SCO 1:SCO",
         ),
         # output, prepare | attention, gate | dispatch, shared | arrive, experts, combine | arrive;
         # the second micro-batch is two segments behind.
         (
-            Overlap.TWO_BATCH_DECODE,
+            Overlap.TWO_BATCH_STAGGERED,
             "0:PAMPAGdS 1:PAMP 0:DEc 1:AG 0:C 1:dS 0:OP 1:DEc 0:AG 1:C 0:dS 1:OP 0:DEc 1:AG 0:C "
             "1:dS 0:O 1:DEcCO",
         ),
@@ -87,7 +87,7 @@ def test_micro_batches_take_turns(delta, expected):
 
 def test_what_is_not_legal_is_refused():
     layers = Layers(0, 1, num_parts=(1, 1))
-    legal = list(make_schedule(Overlap.TWO_BATCH_PREFILL, layers))
+    legal = list(make_schedule(Overlap.TWO_BATCH_IN_TURNS, layers))
     with pytest.raises(ValueError, match="1 are missing"):
         check_schedule(legal[:-1], layers)
     with pytest.raises(ValueError, match="one too many"):

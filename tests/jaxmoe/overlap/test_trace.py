@@ -41,7 +41,7 @@ def test_micro_batches_have_rows_of_their_own(tmp_path, capsys, phase):
     picture = tmp_path / "trace.svg"
     flags = ["--enable-two-batch-overlap", "--phase", phase, "--picture", str(picture)]
     printed, rows = trace(tmp_path, capsys, *SLOW, *flags)
-    assert printed["overlap"] == f"two_batch_{phase}"
+    assert printed["overlap"] == "two_batch_in_turns"
     assert 0 < printed["hidden_share"] <= 1
     assert set(rows) == set(itertools.product(range(RANKS), range(4)))
     for (_, row), events in rows.items():
