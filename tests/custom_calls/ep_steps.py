@@ -4,6 +4,7 @@ As a program, a member: `python -m tests.custom_calls.ep_steps JSON` with the ar
 and of `run`. It prints "ready", "step N" now and then, and "done" or "error: ...".
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
 from custom_calls.layouts import SCALE_BLOCK, ContiguousTokens
+from tests.processes import group_name, members
 
 
 HIDDEN, TOKENS, TOP_K = 16, 6, 3
@@ -146,6 +148,21 @@ def run(member, num_steps, report_every=None, seed=0):
         member.step(int(rng.integers(2**31)), rng.choice(list(member.programs)))
         if report_every and step % report_every == 0:
             print(f"step {step}", flush=True)
+
+
+@contextlib.contextmanager
+def processes(count, num_steps, tidies_up=True, **member):
+    """The members of a group of `count`, each a process that runs random steps; with its name."""
+    name = group_name()
+
+    def arguments(i):
+        return {
+            "member": {"name": name, "num_members": count, "member": i} | member,
+            "run": {"num_steps": num_steps, "report_every": 20},
+        }
+
+    with members(__name__, arguments, range(count), name=name, tidies_up=tidies_up) as started:
+        yield name, started
 
 
 def main():

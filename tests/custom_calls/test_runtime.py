@@ -1,7 +1,5 @@
 """The expert-parallel group: members, failures, recovery, in one process and in several."""
 
-import contextlib
-import json
 import os
 import random
 import re
@@ -20,10 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
 from custom_calls.runtime import EpSpec, Link, Members
-from tests.custom_calls.ep_steps import HIDDEN, TOKENS, TOP_K, Member, run
-
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.custom_calls.ep_steps import HIDDEN, TOKENS, TOP_K, Member, processes, run
+from tests.processes import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -39,57 +35,6 @@ def spec(**fields):
 
 def mesh_of(num_devices):
     return Mesh(np.asarray(jax.devices()[:num_devices]), ("ep",))
-
-
-class Process:
-    """A member in a process of its own."""
-
-    def __init__(self, member, run):
-        arguments = json.dumps({"member": member, "run": run})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.custom_calls.ep_steps", arguments],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        self.lines = []
-
-    def read_until(self, pattern):
-        """The first line from here on that matches."""
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
-            if re.match(pattern, line):
-                return line.strip()
-        raise AssertionError(f"no {pattern!r} in {self.lines}")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if re.match("done|error", (self.lines or [""])[-1]):
-            self.process.wait(20)  # it leaves the group
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-@contextlib.contextmanager
-def processes(count, num_steps, tidies_up=True, **member):
-    name = f"test-{os.getpid()}-{random.randrange(2**30)}"
-    with contextlib.ExitStack() as stack:
-        yield (
-            name,
-            [
-                stack.enter_context(
-                    Process(
-                        {"name": name, "num_members": count, "member": i} | member,
-                        {"num_steps": num_steps, "report_every": 20},
-                    )
-                )
-                for i in range(count)
-            ],
-        )
-    assert not tidies_up or not Path(f"/dev/shm/jaxmoe-{name}").exists()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
@@ -112,7 +57,7 @@ def test_ten_thousand_random_steps_do_not_hang():
 def test_random_steps_in_several_processes(count, devices):
     with processes(count, 300, devices=devices) as (_, members):
         for member in members:
-            assert member.read_until("done|error") == "done"
+            assert member.read_until("done|error")[0] == "done", member.lines
 
 
 @pytest.mark.slow
@@ -129,7 +74,7 @@ def test_a_member_that_is_gone_ends_the_others_in_words(how):
         os.kill(pid, signal.SIGKILL if dies else signal.SIGSTOP)
         begun = time.monotonic()
         for i in set(range(3)) - {victim}:
-            error = members[i].read_until("done|error")
+            error = members[i].read_until("done|error").string
             if dies:
                 assert f"member {victim} (process {pid}, rank {victim}) has died" in error
             else:

@@ -5,14 +5,13 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.processes import Process
 
 
 pytestmark = pytest.mark.slow
@@ -40,39 +39,8 @@ def shared_memory():
     return {path for path in Path("/dev/shm").iterdir() if re.match("jaxmoe-[0-9a-f]", path.name)}
 
 
-class Node:
-    """A process of the server and what it prints."""
-
-    def __init__(self, node_rank, *flags):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving.cli", "serve", "--node-rank", str(node_rank), *flags],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self.lines = []
-        self._ready, self.url = threading.Event(), None
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if match := re.match(r"Ready: (\S+)", line):
-                self.url = match.group(1)
-                self._ready.set()
-        self._ready.set()
-
-    def wait_until_ready(self):
-        assert self._ready.wait(240) and self.url is not None, "".join(self.lines)
-        return self.url
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        self.process.stdout.close()
+def node(node_rank, *flags):
+    return Process("serving.cli", "serve", "--node-rank", str(node_rank), *flags)
 
 
 def ask(url, question):
@@ -86,9 +54,9 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
              "--compilation-cache-dir", str(tmp_path))  # fmt: skip
     before = shared_memory()
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(Node(rank, *flags)) for rank in (1, 0)]
+        nodes = [stack.enter_context(node(rank, *flags)) for rank in (1, 0)]
         member, front = nodes
-        url = front.wait_until_ready()
+        url = front.read_until(r"Ready: (\S+)")[1]
         questions = list(ANSWERS) * 4
         with ThreadPoolExecutor(8) as threads:
             replies = list(threads.map(lambda question: ask(url, question), questions))
@@ -116,8 +84,8 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
 
 def test_nodes_that_differ_are_refused():
     address = ("--dist-init-addr", f"127.0.0.1:{free_port()}")
-    with Node(0, *FLAGS, *address):
-        other = Node(1, *FLAGS, *address, "--page-size", "32")
+    with node(0, *FLAGS, *address):
+        other = node(1, *FLAGS, *address, "--page-size", "32")
         with other:
             assert other.process.wait(60) == 2
-        assert re.search("--page-size", "".join(other.lines)), other.lines
+        assert re.search("--page-size", "\n".join(other.lines)), other.lines

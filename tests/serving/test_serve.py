@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from openai import OpenAI
 
 from serving import launch
 from serving.cli import main
+from tests.processes import Process
 
 
 pytestmark = pytest.mark.slow
@@ -28,30 +28,8 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving.cli", "serve", *FLAGS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines: list[str] = []
-    url = None
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if match := re.match(r"Ready: (\S+)", line):
-            url = match.group(1)
-            break
-    assert url is not None, "".join(lines)
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
-    reader.start()
-    try:
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stdout.close()
+    with Process("serving.cli", "serve", *FLAGS) as process:
+        yield process.read_until(r"Ready: (\S+)")[1], process.process
 
 
 @pytest.fixture(scope="module")
