@@ -6,6 +6,11 @@ A *member* is a process; it drives consecutive ranks, one for each device of its
 belongs to this package and not to JAX's set of processes: who takes part is a table that may change
 between steps, and programs compiled for the group's largest size stay as they are.
 
+Ranks that are not active are no part of an exchange, whether their programs run or not: they send
+and get nothing, nobody waits for them, and their processes may stall or end. No token is dropped
+for that: one for an expert of an inactive rank ends the step on all members with an error, so the
+placement must avoid these; one that an inactive rank has for any expert fails that rank's program.
+
 There is one group in a process, frozen from `bootstrap` to `shutdown`, since compiled programs find
 it by their device. Arrays and models are not known here.
 """
@@ -176,9 +181,10 @@ class Members:
 
 
 class EpGroup:
-    """The group as its member sees it. Between steps, one thread of each member may call
-    `agree`, `wait`, `set_active` and `recover`; a call that needs the others raises RuntimeError,
-    naming the member, when one has died or keeps it waiting."""
+    """The group as its member sees it. Between steps, one thread of each member that has an active
+    rank may call `agree`, `wait`, `set_active` and `recover`, and of any other `wait_active`; a
+    call that needs the others raises RuntimeError, naming the member, when one has died or keeps it
+    waiting."""
 
     def __init__(self, mesh: Mesh, spec: EpSpec, members: Members):
         if (reason := cpu_library.missing()) is not None:
@@ -189,6 +195,7 @@ class EpGroup:
         self.spec = spec
         self.members = members
         self.first_rank = members.member * len(devices)
+        self.local_ranks = range(self.first_rank, self.first_rank + len(devices))
         needed = members.num_members * len(devices)
         if needed > spec.max_ep_size:
             raise ValueError(
@@ -278,7 +285,10 @@ class EpGroup:
 
     @property
     def active_ranks(self) -> tuple[int, ...]:
-        """The ranks that exchange tokens; at first, those of all members."""
+        """The ranks that exchange tokens; at first, those of all members.
+
+        What a member without an active rank knows is as old as its last `wait_active`.
+        """
         return tuple(self._group.active())
 
     @property
@@ -303,7 +313,7 @@ class EpGroup:
     def agree(
         self, proposal: Sequence[int], *, timeout: float | None = None
     ) -> list[tuple[int, ...]]:
-        """Every member's proposal, by member, at most 16 numbers each.
+        """The proposals of the members with active ranks, by member, at most 16 numbers each.
 
         Waits for all of them; without timeout (seconds) as long as they live.
         """
@@ -321,18 +331,50 @@ class EpGroup:
     def set_active(self, ranks: Sequence[int]) -> None:
         """From the next step on these ranks exchange tokens; the same on all members.
 
-        The others send and get nothing and are not waited for. Nothing may be under way.
+        The results of the step before must have come. When they have not, or members ask for
+        different ranks, or for one that has no living process, nothing changes and all raise
+        RuntimeError. Members that get their first active rank come in by `wait_active`; the next
+        exchange waits for them. With deepep, all ranks of a process are active or none, otherwise
+        ValueError.
         """
-        self._group.set_active(sorted(ranks))
+        wanted = sorted(set(ranks))
         if self._devices is not None:
-            self._devices.set_active(sorted(ranks))
+            size = len(self.local_ranks)
+            owners = [rank // size for rank in wanted]
+            for member in owners:
+                if (count := owners.count(member)) < size:
+                    raise ValueError(
+                        f"all ranks of a process are active or none with 'deepep', got {wanted}: "
+                        f"{count} of the {size} of member {member}"
+                    )
+        self._group.set_active(wanted)
+        self._clear_devices()
+
+    def wait_active(self, *, timeout: float | None = None) -> bool:
+        """Return True as soon as this member has an active rank, which it may have already.
+
+        False after timeout (seconds). Raises RuntimeError when all active members are gone.
+        """
+        was_active = self._is_active()
+        is_active = self._group.wait_active(-1.0 if timeout is None else timeout)
+        if is_active and not was_active:
+            self._clear_devices()
+        return is_active
 
     def recover(self) -> None:
         """After a failure, on all members: forget what was under way and begin anew."""
         self._group.recover()
-        if self._devices is not None:
-            self._devices.clear()
-            self._devices.set_active(self.active_ranks)
+        self._clear_devices()
+
+    def _is_active(self) -> bool:
+        return not set(self.active_ranks).isdisjoint(self.local_ranks)
+
+    def _clear_devices(self) -> None:
+        if self._devices is None:
+            return
+        self._devices.clear()
+        self._devices.set_active(self.active_ranks)
+        if self._is_active():
             self.agree((), timeout=self.spec.timeout)  # nobody sends before all have forgotten
 
 

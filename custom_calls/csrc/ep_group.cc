@@ -91,6 +91,8 @@ struct EpGroup::Header {
   std::atomic<uint32_t> failure_state;  // 0 none, 1 being written, 2 there
   std::atomic<uint64_t> failure_epoch;
   char failure[512];
+  std::atomic<uint64_t> epoch;  // of the newest table, 0 before the first change
+  uint64_t agreed[2];           // how often members have agreed when the epoch began, by epoch % 2
 };
 
 struct alignas(kLine) EpGroup::MemberSlot {
@@ -104,6 +106,7 @@ struct alignas(kLine) EpGroup::MemberSlot {
     int64_t size;
     int64_t values[kMaxProposal];
   } proposals[2];
+  char wish[512];  // what it asked for in `SetActive`, or why that cannot be
 };
 
 struct alignas(kLine) EpGroup::ChannelSlot {
@@ -169,7 +172,8 @@ class EpGroup::Worker {
 int64_t EpGroup::SharedBytes(int64_t num_members, int64_t max_ranks, int64_t num_channels,
                              int64_t window_bytes) {
   return RoundUp(RoundUp(sizeof(Header), kLine) + num_members * sizeof(MemberSlot) +
-                     num_channels * max_ranks * sizeof(ChannelSlot),
+                     num_channels * max_ranks * sizeof(ChannelSlot) +
+                     2 * RoundUp(max_ranks, kLine),
                  kPage) +
          num_channels * max_ranks * RoundUp(window_bytes, kPage);
 }
@@ -183,6 +187,12 @@ EpGroup::ChannelSlot& EpGroup::At(int64_t channel, int64_t rank) const {
       &Slot(options_.num_members))[channel * options_.max_ranks + rank];
 }
 
+// Which ranks are active in an epoch; the table before it stays as it is meanwhile.
+std::atomic<uint8_t>* EpGroup::Table(uint64_t epoch) const {
+  auto* first = reinterpret_cast<std::atomic<uint8_t>*>(&At(options_.num_channels, 0));
+  return first + static_cast<int64_t>(epoch % 2) * RoundUp(options_.max_ranks, kLine);
+}
+
 char* EpGroup::Window(int64_t channel, int64_t rank) const {
   const int64_t window = RoundUp(options_.window_bytes, kPage);
   const int64_t first = SharedBytes(options_.num_members, options_.max_ranks,
@@ -194,7 +204,7 @@ EpGroup::EpGroup(const EpGroupOptions& options)
     : options_(options),
       memory_bytes_(SharedBytes(options.num_members, options.max_ranks, options.num_channels,
                                 options.window_bytes)),
-      active_(options.max_ranks, 0),
+      active_(options.max_ranks),
       started_(options.num_channels * options.max_ranks),
       finished_(options.num_channels * options.max_ranks),
       started_at_(options.num_channels * options.max_ranks),
@@ -452,17 +462,40 @@ void EpGroup::Fail(const std::string& message) {
   for (int64_t member = 0; member < options_.num_members; ++member) Ring(member);
 }
 
+std::string EpGroup::WhyGone(int64_t member) const {
+  const MemberSlot& slot = Slot(member);
+  const int64_t first = slot.first_rank, last = first + slot.num_ranks - 1;
+  return "member " + std::to_string(member) + " (process " + std::to_string(slot.pid.load()) +
+         ", rank" + (first == last ? " " : "s " + std::to_string(first) + " to ") +
+         std::to_string(last) + ") " + (slot.joined.load() == 2 ? "has left" : "has died");
+}
+
 void EpGroup::RequireOthersAlive() {
-  for (int64_t member = 0; member < options_.num_members; ++member) {
+  for (const int64_t member : ActiveMembers()) {
     if (IsAlive(member)) continue;
-    const MemberSlot& slot = Slot(member);
-    const int64_t first = slot.first_rank, last = first + slot.num_ranks - 1;
-    const std::string message =
-        "member " + std::to_string(member) + " (process " + std::to_string(slot.pid.load()) +
-        ", rank" + (first == last ? " " : "s " + std::to_string(first) + " to ") +
-        std::to_string(last) + ") " + (slot.joined.load() == 2 ? "has left" : "has died");
+    const std::string message = WhyGone(member);
     Fail(message);
     throw std::runtime_error(message);
+  }
+}
+
+bool EpGroup::IsActiveMember(int64_t member) const {
+  const int64_t first = Slot(member).first_rank, count = Slot(member).num_ranks;
+  return std::any_of(&active_[first], &active_[first] + count, [](const auto& is) { return is != 0; });
+}
+
+std::vector<int64_t> EpGroup::ActiveMembers() const {
+  std::vector<int64_t> members;
+  for (int64_t member = 0; member < options_.num_members; ++member) {
+    if (IsActiveMember(member)) members.push_back(member);
+  }
+  return members;
+}
+
+void EpGroup::RequireActiveMember() const {
+  if (!IsActiveMember(options_.member)) {
+    throw std::runtime_error("member " + std::to_string(options_.member) +
+                             " has no active rank: it takes part in nothing until it has one");
   }
 }
 
@@ -492,6 +525,7 @@ std::vector<std::vector<int64_t>> EpGroup::Agree(const std::vector<int64_t>& val
     throw std::runtime_error("a proposal has at most " + std::to_string(kMaxProposal) +
                              " numbers, got " + std::to_string(values.size()));
   }
+  RequireActiveMember();
   MemberSlot& own = Slot(options_.member);
   const uint64_t count = ++agreed_;
   auto& proposal = own.proposals[count % 2];
@@ -502,8 +536,8 @@ std::vector<std::vector<int64_t>> EpGroup::Agree(const std::vector<int64_t>& val
 
   const auto begun = Clock::now();
   auto looked = begun;
-  std::vector<std::vector<int64_t>> all(options_.num_members);
-  for (int64_t member = 0; member < options_.num_members; ++member) {
+  std::vector<std::vector<int64_t>> all;
+  for (const int64_t member : ActiveMembers()) {
     const MemberSlot& slot = Slot(member);
     while (true) {
       const uint32_t seen = own.doorbell.load();
@@ -522,12 +556,13 @@ std::vector<std::vector<int64_t>> EpGroup::Agree(const std::vector<int64_t>& val
       Sleep(seen, kTick);
     }
     const auto& theirs = slot.proposals[count % 2];
-    all[member].assign(theirs.values, theirs.values + theirs.size);
+    all.emplace_back(theirs.values, theirs.values + theirs.size);
   }
   return all;
 }
 
 void EpGroup::Wait() {
+  RequireActiveMember();
   MemberSlot& own = Slot(options_.member);
   while (true) {
     const uint32_t seen = own.doorbell.load();
@@ -536,7 +571,7 @@ void EpGroup::Wait() {
       seen_wakes_ = wakes;
       return;
     }
-    for (int64_t member = 0; member < options_.num_members; ++member) {
+    for (const int64_t member : ActiveMembers()) {
       if (Slot(member).proposed.load() > agreed_) return;
     }
     RequireOthersAlive();
@@ -549,23 +584,109 @@ void EpGroup::Wake() {
   Ring(options_.member);
 }
 
-void EpGroup::SetActive(const std::vector<int64_t>& ranks) {
-  std::vector<uint8_t> active(options_.max_ranks, 0);
-  for (const int64_t rank : ranks) {
-    if (rank < 0 || rank >= options_.max_ranks || MemberOf(rank) < 0) {
-      throw std::runtime_error("rank " + std::to_string(rank) + " cannot be active: no member has "
-                               "it");
+std::string EpGroup::WhyNotActive(const std::vector<int64_t>& ranks) const {
+  if (const std::string failure = Failure(); !failure.empty()) {
+    return "the active ranks cannot change until all have recovered: " + failure;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < started_.size(); ++i) {
+      if (started_[i] == finished_[i] && pending_.empty()) continue;
+      return "the active ranks cannot change while an exchange is under way";
     }
-    active[rank] = 1;
   }
+  if (ranks.empty()) return "there must be an active rank";
+  for (const int64_t rank : ranks) {
+    const int64_t member = MemberOf(rank);
+    const std::string cannot = "rank " + std::to_string(rank) + " cannot be active: ";
+    if (member < 0) return cannot + "no member has it";
+    if (!IsAlive(member)) return cannot + WhyGone(member);
+  }
+  return "";
+}
+
+void EpGroup::SetActive(const std::vector<int64_t>& ranks) {
+  RequireActiveMember();
+  const std::string refusal = WhyNotActive(ranks);
+  std::string wish = "ranks";
+  for (const int64_t rank : ranks) wish += " " + std::to_string(rank);
+  MemberSlot& own = Slot(options_.member);
+  std::strncpy(own.wish, (refusal.empty() ? wish : refusal).c_str(), sizeof(own.wish) - 1);
+  // A wish may be longer than there is room for.
+  const auto hash = static_cast<int64_t>(std::hash<std::string>()(wish));
+  const auto wishes = Agree({refusal.empty(), hash}, options_.timeout);
+
+  const std::vector<int64_t> members = ActiveMembers();
+  std::string error;
+  for (size_t i = 0; i < members.size() && error.empty(); ++i) {
+    const std::string name = "member " + std::to_string(members[i]);
+    if (wishes[i][0] == 0) {
+      error = (options_.num_members > 1 ? name + ": " : "") + Slot(members[i]).wish;
+    } else if (wishes[i][1] != wishes[0][1] && wishes[0][0] != 0) {
+      error = "the members disagree on who is active: member " + std::to_string(members[0]) +
+              " asks for " + Slot(members[0]).wish + ", " + name + " for " + Slot(members[i]).wish;
+    }
+  }
+  Agree({}, options_.timeout);  // Everybody has read the wishes, and nobody is in a step.
+  if (!error.empty()) throw std::runtime_error(error);
+  std::vector<uint8_t> active(options_.max_ranks, 0);
+  for (const int64_t rank : ranks) active[rank] = 1;
+  Advance(active);
+}
+
+// Begins a new epoch, on all members that have had an active rank. One of them tells the others.
+void EpGroup::Advance(const std::vector<uint8_t>& active) {
+  const bool tells = ActiveMembers().front() == options_.member;
+  const uint64_t epoch = epoch_ + 1;
+  Apply(active, epoch);
+  if (!tells) return;
+  Header& header = *reinterpret_cast<Header*>(memory_);
+  std::copy(active.begin(), active.end(), Table(epoch));
+  header.agreed[epoch % 2] = agreed_;
+  header.epoch.store(epoch, std::memory_order_release);
+  RingOthers();
+}
+
+void EpGroup::Apply(const std::vector<uint8_t>& active, uint64_t epoch) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!pending_.empty()) {
-    throw std::runtime_error("the active ranks cannot change while an exchange is under way");
-  }
-  active_ = active;
-  epoch_ += 1;
+  std::copy(active.begin(), active.end(), active_.begin());
+  epoch_ = epoch;
   for (auto& count : started_) count = 0;
   for (auto& count : finished_) count = 0;
+}
+
+bool EpGroup::WaitActive(double timeout) {
+  Header& header = *reinterpret_cast<Header*>(memory_);
+  MemberSlot& own = Slot(options_.member);
+  const auto begun = Clock::now();
+  while (!IsActiveMember(options_.member)) {
+    const uint32_t seen = own.doorbell.load();
+    const uint64_t epoch = header.epoch.load(std::memory_order_acquire);
+    if (epoch > epoch_) {
+      const std::vector<uint8_t> active(Table(epoch), Table(epoch) + options_.max_ranks);
+      const uint64_t agreed = header.agreed[epoch % 2];
+      std::atomic_thread_fence(std::memory_order_acquire);
+      // Otherwise this table may have been written over. One in which this member has an active rank
+      // never is: the others cannot agree on the next one without it.
+      if (header.epoch.load() == epoch) {
+        agreed_ = agreed;
+        Apply(active, epoch);
+      }
+      continue;
+    }
+    const std::vector<int64_t> members = ActiveMembers();
+    if (std::none_of(members.begin(), members.end(), [this](int64_t m) { return IsAlive(m); })) {
+      throw std::runtime_error("no active member is left: " + WhyGone(members.front()));
+    }
+    double seconds = kTick;
+    if (timeout >= 0) {
+      const double left = timeout - Seconds(Clock::now() - begun).count();
+      if (left <= 0) return false;
+      seconds = std::min(seconds, left);
+    }
+    Sleep(seen, seconds);
+  }
+  return true;
 }
 
 std::vector<int64_t> EpGroup::Active() const {
@@ -584,9 +705,9 @@ void EpGroup::Recover() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!pending_.empty()) throw std::runtime_error("an exchange is still under way");
   }
-  SetActive(Active());
+  Advance({active_.begin(), active_.end()});
   Header& header = *reinterpret_cast<Header*>(memory_);
-  if (options_.member == 0) header.failure_state.store(0);
+  if (ActiveMembers().front() == options_.member) header.failure_state.store(0);
   Agree({}, options_.timeout);  // Nobody is in the old epoch any more.
 }
 
@@ -602,7 +723,6 @@ void EpGroup::Start(Operation operation, std::function<int64_t()> sent_bytes) {
   pending->operation = std::move(operation);
   pending->sent_bytes = std::move(sent_bytes);
   pending->is_start = true;
-  counters.starts.fetch_add(1, std::memory_order_relaxed);
   Submit(std::move(pending));
 }
 
@@ -612,21 +732,24 @@ void EpGroup::Finish(Operation operation) {
   pending->count = (epoch_ << kEpochShift) + count.fetch_add(1) + 1;
   pending->operation = std::move(operation);
   pending->is_start = false;
-  counters.finishes.fetch_add(1, std::memory_order_relaxed);
   Submit(std::move(pending));
 }
 
 void EpGroup::Submit(std::shared_ptr<Pending> pending) {
+  Operation& operation = pending->operation;
+  if (!active_[operation.rank]) {
+    std::string error = operation.run();
+    if (!error.empty()) error = Describe(operation.rank) + ": " + error;
+    operation.done(error);
+    return;
+  }
+  (pending->is_start ? counters.starts : counters.finishes)
+      .fetch_add(1, std::memory_order_relaxed);
   pending->submitted_at = Nanoseconds(Clock::now());
   pending->deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(options_.timeout));
   if (const std::string failure = Failure(); !failure.empty()) {
-    pending->operation.done(failure);
-    return;
-  }
-  if (!active_[pending->operation.rank]) {
-    pending->operation.done("rank " + std::to_string(pending->operation.rank) +
-                            " is not active in the group");
+    operation.done(failure);
     return;
   }
   auto when = Clock::time_point::max();

@@ -10,6 +10,10 @@
 // what cannot run yet is kept until what it waits for has come, and then runs on a thread of its
 // rank, since what XLA does next there may block, in a collective of its own for instance.
 //
+// Which ranks are active changes between steps, by agreement of the members that have active ranks; a
+// table in the shared memory tells the others. A program of a rank that is not active runs as if
+// there were nobody: it sends nothing, gets nothing, and nobody waits.
+//
 // A failure (a member that dies, a rank that does not come in time, an exchange that makes no sense)
 // ends what is under way on all members with the same words, and everything after it, until all
 // members `Recover`.
@@ -64,15 +68,19 @@ class EpGroup {
 
   // --- Between steps, by one thread of each member. They throw std::runtime_error.
 
-  // Every member's values, by member. A member may wait `timeout` seconds for the others; below 0,
+  // The values of every member that has an active rank, by member; only these may call it, and
+  // `Wait`, `SetActive` and `Recover`. A member may wait `timeout` seconds for the others; below 0,
   // any time, as long as they live.
   std::vector<std::vector<int64_t>> Agree(const std::vector<int64_t>& values, double timeout);
   // Returns when `Wake` has been called since the last time, or a peer waits in `Agree`.
   void Wait();
   void Wake();
-  // Lets these ranks take part from the next exchange on; the same on all members, with nothing
-  // under way.
+  // Lets these ranks take part from the next exchange on; the same on all members that have an active
+  // rank, with nothing under way. Either changes it on all of them or throws on all of them.
   void SetActive(const std::vector<int64_t>& ranks);
+  // Returns true as soon as this member has an active rank, false when that takes longer than
+  // `timeout` seconds; below 0, any time, as long as a member that has one lives.
+  bool WaitActive(double timeout);
   // All members together, after a failure.
   void Recover();
   std::vector<int64_t> Active() const;
@@ -83,6 +91,8 @@ class EpGroup {
   // The rank of the device with this ordinal, or -1.
   int64_t RankOf(int64_t device) const;
   bool IsActive(int64_t rank) const { return active_[rank]; }
+  // Whether what one of them sends reaches the other.
+  bool AreConnected(int64_t rank, int64_t other) const { return active_[rank] && active_[other]; }
   char* Window(int64_t channel, int64_t rank) const;
 
   struct Operation {
@@ -125,7 +135,16 @@ class EpGroup {
   void Leave();
   static void RemoveAbandoned();
   bool IsAlive(int64_t member) const;
+  std::string WhyGone(int64_t member) const;
   void RequireOthersAlive();
+  // Those that have an active rank.
+  bool IsActiveMember(int64_t member) const;
+  std::vector<int64_t> ActiveMembers() const;
+  void RequireActiveMember() const;
+  std::atomic<uint8_t>* Table(uint64_t epoch) const;
+  std::string WhyNotActive(const std::vector<int64_t>& ranks) const;
+  void Advance(const std::vector<uint8_t>& active);
+  void Apply(const std::vector<uint8_t>& active, uint64_t epoch);
   void Fail(const std::string& message);
   MemberSlot& Slot(int64_t member) const;
   ChannelSlot& At(int64_t channel, int64_t rank) const;
@@ -151,7 +170,7 @@ class EpGroup {
   int fd_ = -1;
   char* memory_ = nullptr;
   int64_t memory_bytes_ = 0;
-  std::vector<uint8_t> active_;
+  std::vector<std::atomic<uint8_t>> active_;
   std::map<int64_t, int64_t> rank_of_device_;
   std::atomic<uint64_t> epoch_{1};
   uint64_t agreed_ = 0;

@@ -7,6 +7,9 @@
 //
 // A source names where a received row came from: (rank * tokens_per_rank + token), in low-latency
 // mode times K plus the choice.
+//
+// Ranks that are not active are no part of it: a token for an expert of theirs is an error, and so is
+// a token of theirs for any expert.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -144,12 +147,13 @@ Future DispatchStart(int32_t device, AnyBuffer x, Int32s<2> topk_idx, Floats<2> 
            for (int64_t k = 0; k < top_k; ++k) {
              const int64_t to = RankOf(choices[k], slots_per_rank);
              if (to < 0) continue;
-             if (to >= num_ranks || !group->IsActive(to)) {
+             if (to >= num_ranks || !group->AreConnected(rank, to)) {
                return "token " + std::to_string(t) + " is for physical expert " +
                       std::to_string(choices[k]) + " of rank " + std::to_string(to) +
                       (to >= num_ranks ? ", but the group has " + std::to_string(num_ranks) +
                                              " ranks"
-                                       : ", which is not active");
+                       : group->IsActive(to) ? ", but its own rank is not active"
+                                             : ", which is not active");
              }
              has_expert = true;
              if (by_expert || !IsRepeated(choices, k, slots_per_rank)) ++(to == rank ? local : remote);
@@ -210,7 +214,7 @@ Future NormalDispatchFinish(int32_t device, Int32s<1> token, AnyBuffer, int64_t 
                    const int64_t first = rank * slots_per_rank;
                    int64_t row = 0;
                    for (int64_t from = 0; from < num_ranks; ++from) {
-                     if (!group->IsActive(from)) continue;
+                     if (!group->AreConnected(rank, from)) continue;
                      const Sent* sent;
                      if (auto error = Received(*group, channel, from, tokens_per_rank, top_k,
                                                row_bytes, &sent);
@@ -261,7 +265,7 @@ Future LowLatencyDispatchFinish(int32_t device, Int32s<1> token, AnyBuffer, int6
                    const int64_t first = rank * num_slots;
                    std::fill_n(count, num_slots, 0);
                    for (int64_t from = 0; from < group->options().max_ranks; ++from) {
-                     if (!group->IsActive(from)) continue;
+                     if (!group->AreConnected(rank, from)) continue;
                      const Sent* sent;
                      if (auto error = Received(*group, channel, from, tokens_per_rank, top_k,
                                                row_bytes, &sent);

@@ -91,6 +91,7 @@ NB_MODULE(_cpu, m) {
       .def("wait", &EpGroup::Wait, Release())
       .def("wake", &EpGroup::Wake, Release())
       .def("set_active", &EpGroup::SetActive, nb::arg("ranks"), Release())
+      .def("wait_active", &EpGroup::WaitActive, nb::arg("timeout"), Release())
       .def("recover", &EpGroup::Recover, Release())
       .def("active", &EpGroup::Active)
       .def("failure", &EpGroup::Failure)

@@ -1,7 +1,8 @@
 """Random steps of dispatch and combine with a result that is known, on one member of a group.
 
 As a program, a member: `python -m tests.custom_calls.ep_steps JSON` with the arguments of `Member`
-and of `run`. It prints "ready", "step N" now and then, and "done" or "error: ...".
+and of `run` or `run_memberships`. It prints "ready", "step N" now and then, and "done" or
+"error: ...".
 """
 
 import contextlib
@@ -150,18 +151,53 @@ def run(member, num_steps, report_every=None, seed=0):
             print(f"step {step}", flush=True)
 
 
+def draw_memberships(num_ranks, count, seed):
+    """Sets of active ranks, one after the other; all of them at last."""
+    rng = np.random.default_rng(seed)
+    draws = (rng.permutation(num_ranks)[: rng.integers(1, num_ranks + 1)] for _ in range(count - 1))
+    return [*(sorted(map(int, draw)) for draw in draws), list(range(num_ranks))]
+
+
+def run_memberships(member, memberships, num_steps, seed=0):
+    """Random steps of these active ranks in turn, `num_steps` of each.
+
+    A member without any of them runs one step, which nobody waits for, and then waits for its turn.
+    """
+    rng = np.random.default_rng(seed)
+    group = member.group
+    for active in memberships:
+        steps = [(int(rng.integers(2**31)), rng.choice(list(member.programs)))
+                 for _ in range(num_steps)]  # fmt: skip
+        takes_part = not set(active).isdisjoint(member.local)
+        if not set(group.active_ranks).isdisjoint(member.local):
+            group.set_active(active)
+        elif takes_part:
+            assert group.wait_active(timeout=60)
+        assert group.active_ranks == tuple(active) or not takes_part
+        for step_seed, mode in steps if takes_part else steps[:1]:
+            member.step(step_seed, mode, active)
+    # Whatever took part, it was the same program.
+    assert all(program._cache_size() <= 1 for program in member.programs.values())
+
+
 @contextlib.contextmanager
-def processes(count, num_steps, tidies_up=True, **member):
-    """The members of a group of `count`, each a process that runs random steps; with its name."""
+def processes(count, num_steps, memberships=None, first=0, tidies_up=True, **member):
+    """The members of a group of `count`, each a process that runs random steps; with its name.
+
+    Without those before `first`.
+    """
     name = group_name()
 
     def arguments(i):
         return {
             "member": {"name": name, "num_members": count, "member": i} | member,
-            "run": {"num_steps": num_steps, "report_every": 20},
+            "run": {"num_steps": num_steps}
+            | ({"memberships": memberships} if memberships else {"report_every": 20}),
         }
 
-    with members(__name__, arguments, range(count), name=name, tidies_up=tidies_up) as started:
+    with members(
+        __name__, arguments, range(first, count), name=name, tidies_up=tidies_up
+    ) as started:
         yield name, started
 
 
@@ -171,7 +207,7 @@ def main():
     try:
         member = Member(**arguments["member"])
         print("ready", flush=True)
-        run(member, **arguments["run"])
+        (run_memberships if "memberships" in arguments["run"] else run)(member, **arguments["run"])
         print("done", flush=True)
     except Exception as error:
         print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)

@@ -25,13 +25,17 @@ def make_mesh(num_ranks):
 
 def on_ranks(num_ranks: int, function, *arrays):
     """Run `function` on each rank's part of arrays with a leading rank dimension."""
+    return compiled(num_ranks, function)(*arrays)
+
+
+def compiled(num_ranks: int, function):
     mesh = make_mesh(num_ranks)
 
     def local(*parts):
         return jax.tree.map(lambda x: x[None], function(*(part[0] for part in parts)))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
-    return jax.jit(run)(*arrays)
+    return jax.jit(run)
 
 
 def make_case(num_ranks: int, num_tokens: int, slots_per_rank: int, top_k: int, kind: str):
@@ -171,6 +175,23 @@ def test_loopback_is_the_reference_bit_by_bit(mode, dtype, num_ranks):
         dispatcher = make_dispatcher(backend, mode, num_ranks, 3, idx.shape[-1], alignment=4)
         results.append(on_ranks(num_ranks, round_trip(dispatcher, True), x, idx, weights))
     jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, results))
+
+
+@all_modes
+def test_active_ranks_get_what_they_would_if_the_others_had_nothing(mode):
+    """The reference has all ranks; those that are not active have no tokens and get none."""
+    x, idx, weights = make_case(4, 9, 2, 3, "random")
+    reference, loopback = (
+        compiled(4, round_trip(make_dispatcher(backend, mode, 4, 2, 3, alignment=4), True))
+        for backend in BACKENDS
+    )
+    for active in ([0, 1, 2, 3], [3], [0, 2, 3], [1, 2], [0, 1, 2, 3]):
+        chosen = np.where(np.isin(idx // 2, active), idx, -1)
+        chosen[[rank for rank in range(4) if rank not in active]] = -1
+        runtime.current().set_active(active)
+        results = (run(x, chosen, weights) for run in (reference, loopback))
+        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, r) for r in results))
+    assert loopback._cache_size() == 1
 
 
 @all_backends

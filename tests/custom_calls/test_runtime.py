@@ -18,7 +18,17 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls import ep, runtime
 from custom_calls.runtime import EpSpec, Link, Members
-from tests.custom_calls.ep_steps import HIDDEN, TOKENS, TOP_K, Member, processes, run
+from jaxmoe.compilations import CompilationCounter
+from tests.custom_calls.ep_steps import (
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    Member,
+    draw_memberships,
+    processes,
+    run,
+    run_memberships,
+)
 from tests.processes import ROOT
 
 
@@ -155,8 +165,139 @@ def test_ranks_that_nobody_has_cost_no_wait():
         member.group.set_active((0, 1))
         assert member.group.active_ranks == (0, 1)
         member.group.set_active((0, 1, 2))
-    with pytest.raises(RuntimeError, match="rank 3 cannot be active: no member has it"):
-        member.group.set_active([3])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_active_ranks_change_between_steps_of_the_same_program(num_ranks):
+    member = Member(devices=num_ranks)
+    memberships = draw_memberships(num_ranks, 40, seed=num_ranks)
+    for program in member.programs.values():
+        jax.block_until_ready(program(*member.case(0, range(num_ranks))))
+    before, compilations = member.group.counters(), CompilationCounter()
+    run_memberships(member, memberships, num_steps=4)
+    assert compilations.count == 0
+    # Of a rank that is not active nothing begins and nothing ends.
+    after = member.group.counters()
+    for count in ("starts", "finishes"):
+        assert after[count] - before[count] == 2 * 4 * sum(map(len, memberships))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(2, 1), (3, 2), (4, 1)])
+def test_active_ranks_change_in_several_processes(count, devices):
+    """Whole members are without an active rank at times, and come back."""
+    memberships = draw_memberships(count * devices, 40, seed=count)
+    assert any(not set(active) & set(range(devices)) for active in memberships)
+    with processes(count, 5, memberships, devices=devices) as (_, members):
+        for member in members:
+            assert member.read_until("done|error")[0] == "done", member.lines
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_inactive_members_or_minds_their_end():
+    memberships = [[0, 1, 2], [0], [0, 2], [0], [0, 1, 2]]
+    with processes(3, 5, memberships, first=1) as (name, (first, second)):
+        member, rng = Member(name, 3), np.random.default_rng(0)
+        run_memberships(member, memberships[:2], 5, rng)
+        for peer in (first, second):
+            peer.process.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        for seed in range(20):
+            member.step(seed, "normal", [0])
+        assert time.monotonic() - begun < 1
+        for peer in (first, second):
+            peer.process.send_signal(signal.SIGCONT)
+        run_memberships(member, memberships[2:4], 5, rng)
+        first.process.kill()
+        first.process.wait()
+        for seed in range(20):
+            member.step(seed, "low_latency", [0])
+        died = rf"rank 1 cannot be active: member 1 .process {first.process.pid}, rank 1. has died"
+        with pytest.raises(RuntimeError, match=died):
+            member.group.set_active([0, 1, 2])
+        member.step(0, "normal", [0])
+        runtime.shutdown()
+        assert "no active member is left: member 0" in second.read_until("done|error").string
+
+
+@pytest.mark.slow
+def test_members_that_ask_for_different_active_ranks_all_hear_of_it():
+    with processes(2, 1, [[0, 1], [1]], first=1) as (name, (peer,)):
+        member, rng = Member(name, 2), np.random.default_rng(0)
+        run_memberships(member, [[0, 1]], 1, rng)
+        differ = "disagree on who is active: member 0 asks for ranks 0, member 1 for ranks 1"
+        with pytest.raises(RuntimeError, match=differ):
+            member.group.set_active([0])
+        assert differ in peer.read_until("done|error").string
+        assert member.group.active_ranks == (0, 1)
+        runtime.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([], "there must be an active rank"),
+        ([0, 3], "rank 3 cannot be active: no member has it"),
+        ([0, 4], "rank 4 cannot be active: no member has it"),
+        ([-1], "rank -1 cannot be active: no member has it"),
+    ],
+)
+def test_ranks_that_cannot_be_active_are_refused(ranks, reason):
+    member = Member(devices=3, max_ep_size=4)
+    with pytest.raises(RuntimeError, match=f"^{reason}"):
+        member.group.set_active(ranks)
+    assert member.group.active_ranks == (0, 1, 2)
+    member.step(1, "normal", (0, 1, 2))
+
+
+def test_active_ranks_stay_while_an_exchange_is_under_way():
+    member = Member(devices=2)
+    x, idx, weights = member.case(1, range(2))
+    dispatcher = ep.NORMAL["loopback"](axis_name="ep", slots_per_rank=2)
+
+    def on_rank(x, idx, weights):
+        return dispatcher.dispatch_start(x[0], idx[0], weights[0]).token
+
+    start = jax.shard_map(
+        on_rank, mesh=member.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+    )
+    jax.block_until_ready(start(x, idx, weights))
+    with pytest.raises(RuntimeError, match="cannot change while an exchange is under way"):
+        member.group.set_active([0])
+    member.group.recover()
+    member.group.set_active([0])
+    member.step(2, "normal", [0])
+
+
+def test_active_ranks_stay_until_a_failure_is_mended():
+    member = Member(devices=3)
+    member.group.set_active([0, 1])
+    x, idx, weights = member.case(1, range(2))
+    idx[0, 0, 0] = 4
+    with pytest.raises(jax.errors.JaxRuntimeError, match="of rank 2, which is not active"):
+        jax.block_until_ready(member.programs["normal"](x, idx, weights))
+    with pytest.raises(RuntimeError, match="until all have recovered: rank 0: token 0 is for"):
+        member.group.set_active([0, 1, 2])
+    member.group.recover()
+    assert member.group.active_ranks == (0, 1)
+    member.group.set_active([0, 1, 2])
+    for seed in range(5):
+        member.step(seed, "low_latency")
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_a_token_of_an_inactive_rank_is_an_error_of_that_rank(mode):
+    member = Member(devices=3)
+    member.group.set_active([0, 1])
+    x, idx, weights = member.case(1, range(2))
+    idx[2, 5, 1] = 3
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match="rank 2: token 5 is for physical expert 3 of rank 1, but its own rank is not active",
+    ):
+        jax.block_until_ready(member.programs[mode](x, idx, weights))
+    assert member.group.failure is None  # the others have nothing to mend
+    member.step(2, mode, [0, 1])
 
 
 def test_a_failed_exchange_ends_all_ranks_and_they_recover():
