@@ -11,6 +11,7 @@ import pytest
 from custom_calls import runtime
 from jaxmoe import batch, kv_cache, sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
+from jaxmoe.compilations import CompilationCounter
 from jaxmoe.plan import DispatchMode, ExecutionPlan, Quantization, make_plans, resolve_dtype
 from jaxmoe.step import Steps, join_ep_group
 
@@ -29,7 +30,7 @@ def make_model(tmp_path_factory, name, quantization=None, **changes):
 def make_steps(model, **changes):
     plans = make_plans(
         "auto",
-        ep_size=2,
+        ep_size=model.ranks.ep_size,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=128,
     )
@@ -79,16 +80,17 @@ def test_fp8_adds_no_collective_and_keeps_its_weights(fp8_model, arrays):
     assert re.search(r"f8e4m3fn\[8,256,192\]\S* parameter", text)
 
 
-def prefill_and_decode(model, steps):
-    """Hidden states of a prompt of 8 tokens on both ranks and of the token that follows it."""
-    arrays = batch.empty_prefill(2, 8, 1)
-    arrays.token_ids[:] = np.arange(16).reshape(2, 8)
-    arrays.positions[:] = np.arange(8)
-    arrays.slots[:] = PAGE_SIZE + np.arange(8)
-    arrays.page_ids[:], arrays.num_pages[:], arrays.request[:] = 1, 1, 0
-    arrays.page_request[:] = 0
-    one = batch.empty_decode(2, 1, 1)
-    one.token_ids[:], one.positions[:], one.slots[:], one.page_table[:] = 3, 8, PAGE_SIZE + 8, 1
+def prefill_and_decode(model, steps, on=slice(None)):
+    """Hidden states of a prompt of 8 tokens on these ranks and of the token that follows it."""
+    num_ranks = model.mesh.size
+    arrays = batch.empty_prefill(num_ranks, 8, 1)
+    arrays.token_ids[on] = np.arange(num_ranks * 8).reshape(-1, 8)[on]
+    arrays.positions[on] = np.arange(8)
+    arrays.slots[on] = PAGE_SIZE + np.arange(8)
+    arrays.page_ids[on], arrays.num_pages[on], arrays.request[on] = 1, 1, 0
+    arrays.page_request[on] = 0
+    one = batch.empty_decode(num_ranks, 1, 1)
+    one.token_ids[on], one.positions[on], one.slots[on], one.page_table[on] = 3, 8, PAGE_SIZE + 8, 1
     cache = kv_cache.allocate(
         model.config, model.mesh, num_pages=2, page_size=PAGE_SIZE, dtype=jnp.float32
     )
@@ -121,6 +123,49 @@ def test_loopback_changes_no_number(name, mode, request):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         exchanges = model.config.num_moe_layers * 2 * (3 + 1)  # prefill in three parts
         assert group.counters()["starts"] == 2 * exchanges
+    finally:
+        runtime.shutdown()
+
+
+def on_ranks(model, active):
+    """The model's placement without the slots of other ranks."""
+    of = jax.tree.map(np.asarray, model.placement)
+    slots = of.physical_to_logical.shape[1] // model.ranks.ep_size
+    table, replicas = np.full_like(of.logical_to_physical, -1), np.zeros_like(of.replicas)
+    for layer, experts in enumerate(of.physical_to_logical):
+        for slot, expert in enumerate(experts):
+            if slot // slots in active:
+                table[layer, expert, replicas[layer, expert]] = slot
+                replicas[layer, expert] += 1
+    assert replicas.all(), "an expert has no slot left"
+    placement = dataclasses.replace(of, logical_to_physical=table, replicas=replicas)
+    return jax.device_put(placement, sharding.replicated(model.mesh))
+
+
+def test_ranks_leave_and_come_back_to_a_compiled_step(tmp_path_factory):
+    """Two replicas of every expert; the answers do not depend on who computes them."""
+    directory = tmp_path_factory.mktemp("step") / "tiny"
+    write_random_checkpoint(directory, RANDOM_CONFIGS["tiny"], seed=0, dtype="float32")
+    model = load_model(directory, sharding.make_mesh(4), dtype=jnp.float32, num_slots=16)
+    steps = make_steps(model, moe_a2a_backend="loopback")
+    try:
+        group = join_ep_group(model, steps._plans, max_tokens=8)
+        expected = prefill_and_decode(model, steps)
+        compilations = CompilationCounter()
+        for active in ([0, 1], [0, 1, 2, 3], [0, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]):
+            group.set_active(active)
+            steps.model = dataclasses.replace(model, placement=on_ranks(model, active))
+            found = prefill_and_decode(model, steps, on=active)
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_allclose(ours[active], theirs[active], rtol=1e-5, atol=1e-5)
+        assert compilations.count == 0
+        # A placement that keeps slots of a rank that has gone loses no token in silence.
+        group.set_active([0, 1, 2])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="of rank 3, which is not active"):
+            prefill_and_decode(model, steps, on=[0, 1, 2])
+        group.recover()
+        steps.model = dataclasses.replace(model, placement=on_ranks(model, [0, 1, 2]))
+        prefill_and_decode(model, steps, on=[0, 1, 2])
     finally:
         runtime.shutdown()
 
