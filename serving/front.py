@@ -301,4 +301,5 @@ class MemberGroup:
     def _watch_own_loop(self) -> None:
         if self._loop.error is not None:
             for remote in self._remotes:
+                remote.connection.send(State(error=self._loop.error))
                 remote.connection.finish()

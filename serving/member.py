@@ -51,6 +51,9 @@ class MemberLink:
                     self._loop.shutdown()
                     self._connection.close()
                     return self._loop.error
+                if isinstance(message, State):
+                    reason = f"member 0 has stopped: {message.error}"
+                    break
                 self._take(message)
         except ValueError as error:
             reason = f"member 0 sent what is no message: {error}"

@@ -236,6 +236,14 @@ def test_a_dead_loop_of_another_member_is_heard_of(group):
         group.client().submit([[1]], [SHORT])
 
 
+def test_members_hear_why_the_front_has_stopped(group):
+    """Not only that its connection ended: the cause may be a third member."""
+    group.own.loop.abandon("member 2 is gone")
+    reason = "member 0 has stopped: RuntimeError: member 2 is gone"
+    assert reason in group.link_result.result(30)
+    assert "member 2 is gone" in group.front.error
+
+
 def test_metrics_of_all_members_are_shown_together(group):
     group.client().run([[1]] * 3, [SHORT] * 3)
     shown = CollectorRegistry()
