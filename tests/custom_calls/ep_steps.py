@@ -1,7 +1,7 @@
 """Random steps of dispatch and combine with a result that is known, on one member of a group.
 
 As a program, a member: `python -m tests.custom_calls.ep_steps JSON` with the arguments of `Member`
-and of `run` or `run_memberships`. It prints "ready", "step N" now and then, and "done" or
+and of a function that runs one. It prints "ready", "step N" now and then, and "done" or
 "error: ...".
 """
 
@@ -180,24 +180,29 @@ def run_memberships(member, memberships, num_steps, seed=0):
     assert all(program._cache_size() <= 1 for program in member.programs.values())
 
 
-@contextlib.contextmanager
-def processes(count, num_steps, memberships=None, first=0, tidies_up=True, **member):
-    """The members of a group of `count`, each a process that runs random steps; with its name.
+def run_agreements(member, count):
+    """Agree with member 0 and all others so often, then wait for the next time."""
+    group = member.group
+    for i in range(count):
+        expected = [(i,), *((i, other) for other in range(1, group.num_members))]
+        assert group.agree([i, group.member]) == expected
+    group.wait()  # ended by the others' proposals
+    assert group.agree([]) == [(-1,)] + (group.num_members - 1) * [()]
 
-    Without those before `first`.
+
+@contextlib.contextmanager
+def processes(count, function, *arguments, first=0, tidies_up=True, **member):
+    """The members from `first` on of a group of `count`, each a process; and the group's name.
+
+    Of each a `Member`, made with `member`, is run by the function with these arguments.
     """
     name = group_name()
 
-    def arguments(i):
-        return {
-            "member": {"name": name, "num_members": count, "member": i} | member,
-            "run": {"num_steps": num_steps}
-            | ({"memberships": memberships} if memberships else {"report_every": 20}),
-        }
+    def told(i):
+        about = {"name": name, "num_members": count, "member": i} | member
+        return {"member": about, "function": function.__name__, "arguments": arguments}
 
-    with members(
-        __name__, arguments, range(first, count), name=name, tidies_up=tidies_up
-    ) as started:
+    with members(__name__, told, range(first, count), name=name, tidies_up=tidies_up) as started:
         yield name, started
 
 
@@ -207,7 +212,7 @@ def main():
     try:
         member = Member(**arguments["member"])
         print("ready", flush=True)
-        (run_memberships if "memberships" in arguments["run"] else run)(member, **arguments["run"])
+        globals()[arguments["function"]](member, *arguments["arguments"])
         print("done", flush=True)
     except Exception as error:
         print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)

@@ -69,7 +69,7 @@ def test_one_rank(options, slots):
 def test_two_processes_on_one_gpu(options, monkeypatch):
     """Correct; how fast says nothing, the processes take turns on the GPU."""
     monkeypatch.setitem(os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with processes(2, 60, options=options, **HOW) as (_, members):
+    with processes(2, run, 60, options=options, **HOW) as (_, members):
         for member in members:
             assert member.read_until("done|error")[0] == "done", member.lines
 

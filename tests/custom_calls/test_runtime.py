@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,9 +25,9 @@ from tests.custom_calls.ep_steps import (
     draw_memberships,
     processes,
     run,
+    run_agreements,
     run_memberships,
 )
-from tests.processes import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +63,7 @@ def test_ten_thousand_random_steps_do_not_hang():
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (3, 1), (4, 2)])
 def test_random_steps_in_several_processes(count, devices):
-    with processes(count, 300, devices=devices) as (_, members):
+    with processes(count, run, 300, devices=devices) as (_, members):
         for member in members:
             assert member.read_until("done|error")[0] == "done", member.lines
 
@@ -75,7 +73,10 @@ def test_random_steps_in_several_processes(count, devices):
 def test_a_member_that_is_gone_ends_the_others_in_words(how):
     """Killed: noticed at once. Stopped, and nobody can tell: after the timeout."""
     dies = how == "killed"
-    with processes(3, 10**9, tidies_up=dies, timeout=30.0 if dies else 2.0) as (_, members):
+    with processes(3, run, 10**9, 20, tidies_up=dies, timeout=30.0 if dies else 2.0) as (
+        _,
+        members,
+    ):
         for member in members:
             member.read_until("step")
         time.sleep(random.random() / 2)
@@ -94,7 +95,7 @@ def test_a_member_that_is_gone_ends_the_others_in_words(how):
 
 @pytest.mark.slow
 def test_abandoned_memory_is_removed():
-    with processes(2, 10**9) as (name, members):
+    with processes(2, run, 10**9, 20) as (name, members):
         for member in members:
             member.read_until("step")
         # Not afterwards: another test's group may start then, and tidy up.
@@ -108,44 +109,28 @@ def test_abandoned_memory_is_removed():
 
 
 @pytest.mark.slow
-def test_members_agree_wait_and_wake_across_processes():
-    name = f"test-{os.getpid()}-agree"
-    script = f"""
-import jax
-from custom_calls.runtime import EpSpec, Members, bootstrap
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-import numpy as np
-jax.config.update("jax_num_cpu_devices", 1)
-spec = EpSpec(max_ep_size=2, slots_per_rank=2, hidden_size=8, top_k=2, normal_tokens=4, itemsize=4)
-group = bootstrap(Mesh(np.asarray(jax.devices()), ("ep",)), spec, Members(2, 1, {name!r}))
-for i in range(1000):
-    assert group.agree([i, 7]) == [(i,), (i, 7)]
-group.wait()  # ended by the other's next proposal
-assert group.agree([]) == [(-1,), ()]
-print("done", flush=True)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as peer:
-        try:
-            group = runtime.bootstrap(mesh_of(1), spec(), Members(2, 0, name))
-            for i in range(1000):
-                assert group.agree([i]) == [(i,), (i, 7)]
-            timer = threading.Timer(0.2, group.wake)
-            timer.start()
-            group.wait()
-            timer.join()
-            assert group.agree([-1], timeout=20.0) == [(-1,), ()]
-            assert peer.stdout.read() == b"done\n"
-            peer.wait()
-            with pytest.raises(RuntimeError, match=r"member 1 .* has (left|died)"):
-                group.agree([1])
-        finally:
-            peer.kill()
+@pytest.mark.parametrize("count", [2, 4])
+def test_members_agree_wait_and_wake_across_processes(count):
+    with processes(count, run_agreements, 300, first=1) as (name, peers):
+        group = Member(name, count).group
+        for i in range(300):
+            assert group.agree([i]) == [(i,), *((i, member) for member in range(1, count))]
+        timer = threading.Timer(0.2, group.wake)
+        timer.start()
+        group.wait()
+        timer.join()
+        assert group.agree([-1], timeout=20.0) == [(-1,)] + (count - 1) * [()]
+        for peer in peers:
+            assert peer.read_until("done|error")[0] == "done", peer.lines
+            peer.process.wait(20)
+        with pytest.raises(RuntimeError, match=r"member 1 .* has (left|died)"):
+            group.agree([1])
+        runtime.shutdown()
 
 
 @pytest.mark.slow
 def test_settings_that_differ_are_refused():
-    with processes(1, 0, tidies_up=False, num_members=2, timeout=1.0) as (name, (other,)):
+    with processes(1, run, 0, tidies_up=False, num_members=2, timeout=1.0) as (name, (other,)):
         wanted = dict(hidden_size=HIDDEN, top_k=TOP_K, normal_tokens=TOKENS,
                       low_latency_tokens=TOKENS)  # fmt: skip
         with pytest.raises(RuntimeError, match=r"settings differ: .*timeout=1.0.*timeout=2.0"):
@@ -188,7 +173,7 @@ def test_active_ranks_change_in_several_processes(count, devices):
     """Whole members are without an active rank at times, and come back."""
     memberships = draw_memberships(count * devices, 40, seed=count)
     assert any(not set(active) & set(range(devices)) for active in memberships)
-    with processes(count, 5, memberships, devices=devices) as (_, members):
+    with processes(count, run_memberships, memberships, 5, devices=devices) as (_, members):
         for member in members:
             assert member.read_until("done|error")[0] == "done", member.lines
 
@@ -196,7 +181,7 @@ def test_active_ranks_change_in_several_processes(count, devices):
 @pytest.mark.slow
 def test_nobody_waits_for_inactive_members_or_minds_their_end():
     memberships = [[0, 1, 2], [0], [0, 2], [0], [0, 1, 2]]
-    with processes(3, 5, memberships, first=1) as (name, (first, second)):
+    with processes(3, run_memberships, memberships, 5, first=1) as (name, (first, second)):
         member, rng = Member(name, 3), np.random.default_rng(0)
         run_memberships(member, memberships[:2], 5, rng)
         for peer in (first, second):
@@ -222,7 +207,7 @@ def test_nobody_waits_for_inactive_members_or_minds_their_end():
 
 @pytest.mark.slow
 def test_members_that_ask_for_different_active_ranks_all_hear_of_it():
-    with processes(2, 1, [[0, 1], [1]], first=1) as (name, (peer,)):
+    with processes(2, run_memberships, [[0, 1], [1]], 1, first=1) as (name, (peer,)):
         member, rng = Member(name, 2), np.random.default_rng(0)
         run_memberships(member, [[0, 1]], 1, rng)
         differ = "disagree on who is active: member 0 asks for ranks 0, member 1 for ranks 1"

@@ -17,7 +17,7 @@ from tests.processes import Process
 pytestmark = pytest.mark.slow
 
 FLAGS = (
-    "--port", "0", "--ep-size", "4", "--nnodes", "2", "--max-running-requests", "4",
+    "--port", "0", "--ep-size", "4", "--max-running-requests", "4",
     "--context-length", "128", "--chunked-prefill-size", "16", "--page-size", "16",
 )  # fmt: skip
 ANSWERS = {
@@ -49,13 +49,14 @@ def ask(url, question):
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
 
 
-def test_two_processes_answer_as_one_and_end_together(tmp_path):
-    flags = (*FLAGS, "--dist-init-addr", f"127.0.0.1:{free_port()}",
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_processes_answer_as_one_and_end_together(num_nodes, tmp_path):
+    flags = (*FLAGS, "--nnodes", str(num_nodes), "--dist-init-addr", f"127.0.0.1:{free_port()}",
              "--compilation-cache-dir", str(tmp_path))  # fmt: skip
     before = shared_memory()
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(node(rank, *flags)) for rank in (1, 0)]
-        member, front = nodes
+        nodes = [stack.enter_context(node(rank, *flags)) for rank in reversed(range(num_nodes))]
+        member, front = nodes[-2:]
         url = front.read_until(r"Ready: (\S+)")[1]
         questions = list(ANSWERS) * 4
         with ThreadPoolExecutor(8) as threads:
@@ -63,14 +64,14 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
         found = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
         assert found == [ANSWERS[question] for question in questions]
         metrics = httpx.get(f"{url}/metrics").text
-        for rank in (0, 1):
+        for rank in range(num_nodes):
             tokens = re.search(rf'generation_tokens_total{{member="{rank}"}} (\S+)', metrics)
             assert float(tokens.group(1)) > 0
             assert f'jaxmoe_compilations_after_ready{{member="{rank}"}} 0.0' in metrics
         steps = re.findall(r'step_seconds_count{member="\d",phase="decode"} (\S+)', metrics)
-        assert len(steps) == 2 and steps[0] == steps[1]
+        assert len(steps) == num_nodes and len(set(steps)) == 1
         sent = re.findall(r'jaxmoe_ep_remote_bytes_total{member="\d"} (\S+)', metrics)
-        assert len(sent) == 2 and min(map(float, sent)) > 0
+        assert len(sent) == num_nodes and min(map(float, sent)) > 0
 
         member.process.send_signal(signal.SIGKILL)
         member.process.wait()
@@ -78,12 +79,15 @@ def test_two_processes_answer_as_one_and_end_together(tmp_path):
         assert reply.status_code in (500, 503)
         assert "member 1" in reply.text
         front.process.send_signal(signal.SIGINT)
+        for node_ in nodes[:-2]:
+            assert node_.process.wait(30) == 1, node_.lines
+            assert "member 1" in "".join(node_.lines)
         assert front.process.wait(30) == 1
     assert not shared_memory() - before
 
 
 def test_nodes_that_differ_are_refused():
-    address = ("--dist-init-addr", f"127.0.0.1:{free_port()}")
+    address = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}")
     with node(0, *FLAGS, *address):
         other = node(1, *FLAGS, *address, "--page-size", "32")
         with other:
