@@ -1,6 +1,7 @@
 """That overlap changes no number: whole steps against the sequential order, bit for bit."""
 
 import itertools
+import json
 import re
 
 import jax
@@ -13,49 +14,29 @@ from jaxmoe import batch as batches
 from jaxmoe import kv_cache, sharding
 from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
 from jaxmoe.overlap.schedule import Overlap
-from jaxmoe.plan import make_plans
-from jaxmoe.step import Steps, join_ep_group
-
-
-PAGE_SIZE, NUM_PAGES = 8, 8
-PREFILL_TOKENS, DECODE_ROWS = 22, 5  # halves of different sizes in decode
+from jaxmoe.step import join_ep_group
+from tests.jaxmoe.overlap.steps import (
+    DECODE_ROWS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    PREFILL_TOKENS,
+    draw_lengths,
+    make_steps,
+    run,
+)
+from tests.processes import group_name, members
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("overlap") / "tiny"
     write_random_checkpoint(directory, RANDOM_CONFIGS["tiny"], seed=0, dtype="float32")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(directory):
     return load_model(directory, sharding.make_mesh(2), dtype=jnp.float32)
-
-
-def make_steps(model, backend, bound=128, **overlap):
-    prefill, decode = make_plans(
-        "auto", ep_size=2, slots_per_rank=model.slots_per_rank,
-        max_dispatch_tokens_per_rank=bound, moe_a2a_backend=backend, **overlap,
-    )  # fmt: skip
-    return Steps(model, prefill=prefill, decode=decode)
-
-
-def fill(prefill, decode, lengths):
-    """Prompts of these lengths on each rank, and the token after each."""
-    for rank, of_rank in enumerate(lengths):
-        token = page = 0
-        for i, length in enumerate(of_rank):
-            span = slice(token, token + length)
-            pages = 1 + page + np.arange(-(-(length + 1) // PAGE_SIZE))
-            positions = np.arange(length)
-            prefill.token_ids[rank, span] = (7 * token + 3 * rank + positions) % 256
-            prefill.positions[rank, span] = positions
-            prefill.request[rank, span] = i
-            prefill.slots[rank, span] = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % 8
-            read = slice(page, page + len(pages))
-            prefill.page_ids[rank, read], prefill.page_request[rank, read] = pages, i
-            prefill.page_start[rank, read] = np.arange(len(pages)) * PAGE_SIZE
-            decode.token_ids[rank, i], decode.positions[rank, i] = 11 + i, length
-            decode.slots[rank, i] = pages[length // PAGE_SIZE] * PAGE_SIZE + length % PAGE_SIZE
-            decode.page_table[rank, i, : len(pages)] = pages
-            token, page = token + length, page + len(pages)
-        prefill.num_pages[rank] = page
 
 
 LENGTHS = {
@@ -65,18 +46,6 @@ LENGTHS = {
     "one token": ((1,), ()),
     "nothing": ((), ()),
 }
-
-
-def run(model, steps, lengths):
-    prefill = batches.empty_prefill(2, PREFILL_TOKENS, NUM_PAGES)
-    decode = batches.empty_decode(2, DECODE_ROWS, 4)
-    fill(prefill, decode, lengths)
-    cache = kv_cache.allocate(
-        model.config, model.mesh, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
-    )
-    first, cache, activations = steps.forward_with_activations(cache, prefill)
-    second, cache = steps.forward(cache, decode)
-    return [np.asarray(x) for x in jax.tree.leaves((first, activations, second, cache.latent))]
 
 
 HOW = {
@@ -103,6 +72,42 @@ def test_overlap_changes_no_number(model, backend, how, group):
         expected, found = run(model, sequential, lengths), run(model, overlapped, lengths)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert overlapped._plans[0].overlap is not Overlap.NONE
+
+
+@pytest.fixture(scope="module")
+def sequential_results(directory, tmp_path_factory):
+    """What four ranks of one process give in sequence, with XLA's all-to-all; in a file."""
+    model = load_model(directory, sharding.make_mesh(4), dtype=jnp.float32)
+    steps = make_steps(model, "reference")
+    cases = [draw_lengths(4, seed) for seed in range(12)]
+    cases += [[[9], [], [], []], [[], [], [3, 4], [22]], [[], [], [], []]]
+    # Of two members, one is idle, and of four two or three; the other one's halves have work.
+    assert any(not case[0] + case[1] and len(case[2]) > 1 for case in cases)
+    found = {"num_cases": np.asarray(len(cases))}
+    for index, lengths in enumerate(cases):
+        found[f"{index}"] = np.asarray(json.dumps(lengths))
+        results = run(model, steps, lengths)
+        found |= {f"{index}-{i}": result for i, result in enumerate(results)}
+    path = tmp_path_factory.mktemp("sequential") / "results.npz"
+    np.savez(path, **found)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_overlap_changes_no_number_in_several_processes(directory, sequential_results, num_members):
+    name = group_name()
+
+    def told(member):
+        return {
+            "directory": str(directory), "num_members": num_members, "member": member,
+            "name": name, "devices": 4 // num_members, "results": str(sequential_results),
+        }  # fmt: skip
+
+    which = range(num_members)
+    with members("tests.jaxmoe.overlap.steps", told, which, name=name) as processes:
+        for process in processes:
+            assert process.read_until("done|error")[0] == "done", process.lines
 
 
 def calls_of(model, steps, arrays):
