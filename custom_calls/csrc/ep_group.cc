@@ -676,7 +676,9 @@ bool EpGroup::WaitActive(double timeout) {
     }
     const std::vector<int64_t> members = ActiveMembers();
     if (std::none_of(members.begin(), members.end(), [this](int64_t m) { return IsAlive(m); })) {
-      throw std::runtime_error("no active member is left: " + WhyGone(members.front()));
+      const std::string failure = Failure();
+      throw std::runtime_error("no active member is left: " +
+                               (failure.empty() ? WhyGone(members.front()) : failure));
     }
     double seconds = kTick;
     if (timeout >= 0) {

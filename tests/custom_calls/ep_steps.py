@@ -158,14 +158,16 @@ def draw_memberships(num_ranks, count, seed):
     return [*(sorted(map(int, draw)) for draw in draws), list(range(num_ranks))]
 
 
-def run_memberships(member, memberships, num_steps, seed=0):
+def run_memberships(member, memberships, num_steps, seed=0, report_every=None):
     """Random steps of these active ranks in turn, `num_steps` of each.
 
     A member without any of them runs one step, which nobody waits for, and then waits for its turn.
     """
     rng = np.random.default_rng(seed)
     group = member.group
-    for active in memberships:
+    for index, active in enumerate(memberships):
+        if report_every and index % report_every == 0:
+            print(f"step {index * num_steps}", flush=True)
         steps = [(int(rng.integers(2**31)), rng.choice(list(member.programs)))
                  for _ in range(num_steps)]  # fmt: skip
         takes_part = not set(active).isdisjoint(member.local)

@@ -1,6 +1,5 @@
 """The expert-parallel group: members, failures, recovery, in one process and in several."""
 
-import os
 import random
 import re
 import signal
@@ -69,28 +68,41 @@ def test_random_steps_in_several_processes(count, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_member_that_is_gone_ends_the_others_in_words(how):
-    """Killed: noticed at once. Stopped, and nobody can tell: after the timeout."""
-    dies = how == "killed"
-    with processes(3, run, 10**9, 20, tidies_up=dies, timeout=30.0 if dies else 2.0) as (
-        _,
-        members,
-    ):
-        for member in members:
-            member.read_until("step")
-        time.sleep(random.random() / 2)
-        victim = random.randrange(3)
-        pid = members[victim].process.pid
-        os.kill(pid, signal.SIGKILL if dies else signal.SIGSTOP)
-        begun = time.monotonic()
+def test_a_member_that_is_stopped_ends_the_others_in_words():
+    """Nobody can tell, but it keeps the others waiting for longer than it may."""
+    with processes(3, run, 10**9, 20, tidies_up=False, timeout=2.0) as (_, members):
+        victim, pid, begun = strike(members, signal.SIGSTOP)
         for i in set(range(3)) - {victim}:
             error = members[i].read_until("done|error").string
-            if dies:
-                assert f"member {victim} (process {pid}, rank {victim}) has died" in error
-            else:
-                assert re.search(f"for rank {victim} .member {victim}, process {pid}", error)
+            assert re.search(f"for rank {victim} .member {victim}, process {pid}", error)
         assert time.monotonic() - begun < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [False, True], ids=["steps", "changes_of_active_ranks"])
+def test_a_member_that_is_killed_ends_the_others_in_words(changes):
+    """All but those who have no active rank, and nothing to do with it, name who it was."""
+    what = (run, 10**9, 20)
+    if changes:
+        what = (run_memberships, draw_memberships(4, 5000, seed=random.randrange(99)), 2, 0, 20)
+    with processes(4, *what) as (_, members):
+        victim, pid, begun = strike(members, signal.SIGKILL)
+        errors = [members[i].read_until("done|error").string for i in {*range(4)} - {victim}]
+        assert time.monotonic() - begun < 5
+        died = f"member {victim} (process {pid}, rank {victim}) has died"
+        for error in errors:
+            assert died in error or (changes and "no active member is left" in error)
+        assert any(died in error for error in errors)
+
+
+def strike(members, how):
+    """Send a member the signal while all are at it: which one, its process, and when."""
+    for member in members:
+        member.read_until("step")
+    time.sleep(random.random() / 2)
+    victim = random.randrange(len(members))
+    members[victim].process.send_signal(how)
+    return victim, members[victim].process.pid, time.monotonic()
 
 
 @pytest.mark.slow
