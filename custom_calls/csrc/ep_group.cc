@@ -622,7 +622,7 @@ void EpGroup::SetActive(const std::vector<int64_t>& ranks) {
     const std::string name = "member " + std::to_string(members[i]);
     if (wishes[i][0] == 0) {
       error = (options_.num_members > 1 ? name + ": " : "") + Slot(members[i]).wish;
-    } else if (wishes[i][1] != wishes[0][1] && wishes[0][0] != 0) {
+    } else if (wishes[i][1] != wishes[0][1]) {
       error = "the members disagree on who is active: member " + std::to_string(members[0]) +
               " asks for " + Slot(members[0]).wish + ", " + name + " for " + Slot(members[i]).wish;
     }

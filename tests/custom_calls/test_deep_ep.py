@@ -96,6 +96,29 @@ def test_stubs_stand_for_the_libraries_that_are_not_needed():
         assert ctypes.c_char.in_dll(ctypes.CDLL(stub), "_ZTVN3c105ErrorE").value == b"\0"
 
 
+def test_devices_begin_anew_when_the_active_ranks_change():
+    """A rank that comes back must not find what was sent before; of a process all or none do."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("ep",))
+    group = runtime.bootstrap(mesh, spec(max_ep_size=4, hidden_size=8, backend="loopback",
+                                         normal_tokens=4, low_latency_tokens=4))  # fmt: skip
+    calls = []
+    group._devices = types.SimpleNamespace(
+        clear=lambda: calls.append("clear"), set_active=calls.append, lost=list
+    )
+    try:
+        group.set_active([1, 0])
+        assert calls == ["clear", (0, 1)]
+        for ranks, torn in (([1], "1 of the 2 of member 0"), ([0, 1, 2], "1 of the 2 of member 1")):
+            with pytest.raises(ValueError, match=rf"all ranks of a process .*: {torn}"):
+                group.set_active(ranks)
+        assert group.wait_active()  # as before
+        group.recover()
+        assert calls == 2 * ["clear", (0, 1)]
+    finally:
+        group._devices = None
+        runtime.shutdown()
+
+
 @pytest.fixture
 def group(monkeypatch):
     """A group that only has a spec: enough to trace with."""
