@@ -1,1 +1,1 @@
-"""Expert placement: which physical slot holds which expert."""
+"""Expert load: where experts are placed, replicated and why."""

@@ -60,7 +60,7 @@ def num_expert_slots(num_experts: int, ep_size: int, num_redundant: int | None =
     None takes the fewest replicas with which the slots divide over the ranks, which they must.
     Raises ValueError when they do not.
     """
-    fewest = math.ceil(num_experts / ep_size) * ep_size
+    fewest = num_experts + -num_experts % ep_size
     if num_redundant is None:
         return fewest
     num_slots = num_experts + num_redundant
