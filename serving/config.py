@@ -106,6 +106,9 @@ class ServerConfig:
     )
     chunked_prefill_size: int = _flag(256, "tokens a rank prefills in one step")
     page_size: int = _flag(64, "tokens of a cache page")
+    disable_radix_cache: bool = _flag(
+        False, "compute every prompt anew, whatever earlier ones it starts like"
+    )
     drain_timeout: float = _flag(10.0, "seconds running requests may finish in at shutdown")
     compilation_cache_dir: str | None = _flag(
         str(Path("~/.cache/jaxmoe/xla")), "where compiled programs are kept; '' keeps none"

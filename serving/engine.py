@@ -74,7 +74,7 @@ class StepResult:
     Attributes:
       num_computed: tokens of the request that are in the cache now.
       token: the sampled token, None after a chunk that was not the last.
-      prompt_logprobs: by position in the prompt, if the request wants them.
+      prompt_logprobs: by position in the prompt, those that the request wants.
     """
 
     request: Request
@@ -200,7 +200,8 @@ class Engine:
                 if scores is not None and chunk.request.params.prompt_logprobs:
                     # The state of position p scores the token of position p + 1.
                     last = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
-                    for position in range(chunk.start, last):
+                    first = max(chunk.start, chunk.request.params.prompt_logprobs_start - 1)
+                    for position in range(first, last):
                         row = rows_of[chunk.request][position - chunk.start]
                         logprob, top_ids, top_logprobs = (x[rank, row] for x in scores)
                         prompt_logprobs[position + 1] = _logprob(

@@ -255,7 +255,7 @@ def make_loop(
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
     return ServingLoop(
         engine,
-        Scheduler(pools, limits.scheduler_limits),
+        Scheduler(pools, limits.scheduler_limits, prefix_cache=not config.disable_radix_cache),
         lambda stop: TextStream(tokenizer, stop),
         metrics,
         peers,

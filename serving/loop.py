@@ -276,30 +276,30 @@ class ServingLoop:
 
     def _take_result(self, result: StepResult, now: float) -> None:
         request = result.request
-        request.num_computed = result.num_computed
+        self._scheduler.advance(request, result.num_computed)
         active = self._active[request.rid]
         for position, logprob in sorted(result.prompt_logprobs.items()):
-            if position == len(request.prompt_logprobs):  # a retracted prompt is computed twice
+            if position == request.next_prompt_logprob:  # a retracted prompt is computed twice
                 request.prompt_logprobs.append(logprob)
         if result.token is None:
             return
         if request.phase is Phase.PREFILL:
             request.move_to(Phase.DECODE)
-        first = () if request.output_ids else tuple(request.prompt_logprobs)
         if request.params.max_new_tokens == 0:
-            self._finish(active, Output(prompt_logprobs=first, finish_reason="length"))
+            self._finish(active, _with_prompt(request, Output(finish_reason="length")))
             return
+        is_first = not request.output_ids
         self._metrics.observe_token(now, active.submitted, active.last_token)
         active.last_token = now
-        output = self._take_token(active, result.token, first)
+        output = self._take_token(active, result.token)
+        if is_first:
+            output = _with_prompt(request, output)
         if output.finish_reason is None:
             _deliver(request, output)
         else:
             self._finish(active, output)
 
-    def _take_token(
-        self, active: _Active, token: TokenLogprob, prompt_logprobs: tuple[TokenLogprob, ...]
-    ) -> Output:
+    def _take_token(self, active: _Active, token: TokenLogprob) -> Output:
         """Add a token to its request and say what it adds to the answer."""
         request, params, text = active.request, active.request.params, active.text
         request.output_ids.append(token.token_id)
@@ -328,14 +328,13 @@ class ServingLoop:
             text=piece,
             token_ids=(token.token_id,),
             logprobs=(token,) if params.logprobs else (),
-            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             matched_stop=matched,
         )
 
     def _add(self, requests: list[Request], submitted: float) -> None:
         for request in requests:
-            if request.params.prompt_logprobs:
+            if request.next_prompt_logprob == 0:
                 request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
             text = self._make_text(request.params.stop)
             self._active[request.rid] = _Active(request, text, submitted)
@@ -377,7 +376,7 @@ class ServingLoop:
             error = RuntimeError(f"{num_active} requests are being served")
         else:
             self._scheduler.check_integrity()
-            self._engine.reset_cache()
+            self._reset_cache()
         for flush in flushes:
             if error is None:
                 flush.set_result(None)
@@ -407,7 +406,12 @@ class ServingLoop:
             raise RuntimeError(f"{self._failures} steps in a row failed") from failure
         self._peers.recover()
         if failure is not None:
-            self._engine.reset_cache()
+            self._reset_cache()
+
+    def _reset_cache(self) -> None:
+        """Lose all latents; no request holds pages."""
+        self._scheduler.forget_cached()
+        self._engine.reset_cache()
 
     def _die(self, reason: str) -> None:
         """Nothing more will be served; every request hears of it."""
@@ -426,6 +430,15 @@ class ServingLoop:
         with self._lock:
             self._num_waiting = 0
         self._watcher()
+
+
+def _with_prompt(request: Request, output: Output) -> Output:
+    """A request's first output, with what it says of the prompt."""
+    return dataclasses.replace(
+        output,
+        prompt_logprobs=tuple(request.prompt_logprobs),
+        cached_tokens=request.cached_tokens or 0,
+    )
 
 
 def _deliver(request: Request, output: Output) -> None:

@@ -23,6 +23,7 @@ class LoopMetrics:
     def __init__(self, registry: CollectorRegistry, compilations: CompilationCounter):
         self._compilations = compilations
         self._compilations_when_ready: int | None = None
+        self._counted = (0, 0)  # cached tokens and evicted pages that the counters have
 
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"jaxmoe_{name}", what, registry=registry)
@@ -39,6 +40,10 @@ class LoopMetrics:
         self._queued = gauge("num_queue_reqs", "Requests that wait for pages")
         self._token_usage = gauge("token_usage", "Share of the cache's pages in use")
         self._retracted = gauge("num_retracted_reqs", "Times a request lost its pages to others")
+        self._cached_pages = gauge("cached_pages", "Pages kept for later requests, held by none")
+        self._hit_rate = gauge("cache_hit_rate", "Share of admitted prompt tokens found cached")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens found cached")
+        self._evicted_pages = counter("evicted_pages", "Cached pages given up for other requests")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
         self._finished = counter("finished_reqs", "Requests ended, by reason", ("reason",))
@@ -62,6 +67,12 @@ class LoopMetrics:
         self._queued.set(len(scheduler.waiting))
         self._token_usage.set(scheduler.page_usage)
         self._retracted.set(scheduler.num_retracted)
+        self._cached_pages.set(scheduler.num_cached_pages)
+        self._hit_rate.set(scheduler.num_cached_tokens / max(1, scheduler.num_prompt_tokens))
+        cached_tokens, evicted_pages = self._counted
+        self._counted = (scheduler.num_cached_tokens, scheduler.num_evicted_pages)
+        self._cached_tokens.inc(self._counted[0] - cached_tokens)
+        self._evicted_pages.inc(self._counted[1] - evicted_pages)
 
     def observe_prompt(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)

@@ -31,7 +31,8 @@ class SamplingParams:
       logit_bias: added to the logits of these tokens.
       logprobs: return the log-probability of each generated token.
       num_top_logprobs: and of this many most likely ones, at most `MAX_TOP_LOGPROBS`.
-      prompt_logprobs: also return those of the prompt's tokens.
+      prompt_logprobs: also return those of the prompt's tokens,
+      prompt_logprobs_start: from this one on.
     """
 
     max_new_tokens: int = 16
@@ -49,6 +50,7 @@ class SamplingParams:
     logprobs: bool = False
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
+    prompt_logprobs_start: int = 0
 
     @property
     def has_penalties(self) -> bool:
@@ -77,6 +79,8 @@ class Output:
       token_ids: the new tokens, including one that ended the request.
       logprobs: one for each new token, if asked for.
       prompt_logprobs: on a request's first output, if asked for.
+      cached_tokens: on a request's first output, how many of the prompt's tokens were not computed
+        for it but found in the cache.
       finish_reason: on the last output: "stop" (end token or stop string), "length", "abort" or
         "error".
       matched_stop: the stop string or stop token that ended it.
@@ -90,6 +94,7 @@ class Output:
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     error: str | None = None
+    cached_tokens: int = 0
 
 
 class Phase(enum.Enum):
@@ -121,6 +126,8 @@ class Request:
       output_ids: tokens generated so far.
       num_computed: tokens whose latents are in the cache.
       rank, pages: where they are; set while the request holds pages.
+      num_shared_pages: the first of `pages`, which others may use too; they are only read.
+      cached_tokens: tokens found in the cache when it was first admitted, None before that.
     """
 
     rid: str
@@ -131,6 +138,8 @@ class Request:
     num_computed: int = 0
     rank: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_shared_pages: int = 0
+    cached_tokens: int | None = None
     phase: Phase = Phase.WAITING
     prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
@@ -142,6 +151,23 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.phase in (Phase.DONE, Phase.FAILED)
+
+    @property
+    def next_prompt_logprob(self) -> int | None:
+        """Position of the first prompt token whose log-probability is wanted and not there yet."""
+        if not self.params.prompt_logprobs:
+            return None
+        position = self.params.prompt_logprobs_start + len(self.prompt_logprobs)
+        return position if position < len(self.prompt_ids) else None
+
+    @property
+    def num_reusable(self) -> int:
+        """The first tokens that need not be computed if they are in the cache.
+
+        The last one's state gives the next token, the state before a token its log-probability.
+        """
+        first = self.next_prompt_logprob
+        return self.num_tokens - 1 if first is None else max(0, first - 1)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """The known tokens in [start, stop)."""

@@ -5,9 +5,10 @@ past its prompt, on all ranks at once (dispatch is collective, so the ranks shar
 scheduler says what it could do in either phase and then makes the batch of the one it is told; the
 choice, `serving.lockstep`, is one for all members of a group.
 
-Requests are admitted in order of arrival to the rank with the least to do. When a rank runs out of
-pages, its youngest request gives its pages back and waits at the front of the queue; its tokens
-are kept and prefilled again, so its answer is the same.
+Requests are admitted in order of arrival to the rank with the least to do, where what the rank's
+prefix cache has of a request need not be done. When a rank runs out of pages, its youngest request
+gives its pages back and waits at the front of the queue; its tokens are kept and prefilled again,
+so its answer is the same.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import enum
 from collections import deque
 
 from serving.pages import PagePool
+from serving.prefix_cache import PrefixCache, page_keys
 from serving.request import Phase, Request
 
 
@@ -90,55 +92,79 @@ class Work:
 class _RankPrefill:
     """One rank's part of a prefill step, within its limits. A plan: it changes no request."""
 
-    def __init__(self, limits: Limits, pool: PagePool, running: list[Request]):
+    def __init__(self, limits: Limits, cache: PrefixCache, running: list[Request]):
         self.chunks: list[Chunk] = []
-        self.admitted: list[Request] = []
+        self.admitted: list[tuple[Request, list[int]]] = []
+        """With the cached pages that the request starts with."""
         self.num_tokens = 0
         self.num_running = len(running)
-        self.num_free = pool.num_free
+        self.num_available = cache.num_available
         self._num_pages = 0
         self._limits = limits
-        self._pool = pool
+        self._cache = cache
+        self._claimed: set[int] = set()
         for request in running:
             if request.phase is Phase.PREFILL:
-                self.add(request)
+                self._add(request, request.num_computed)
 
-    def can_admit(self, request: Request) -> bool:
+    def find(self, keys: list[bytes]) -> list[int]:
+        """The cached pages that a sequence of these page keys could start with."""
+        return self._cache.match(keys)
+
+    def can_admit(self, request: Request, prefix: list[int]) -> bool:
         # A page in reserve for each running request, or admission would only cause retraction.
-        needed = self._pool.pages_for(request.num_tokens) + self.num_running
+        needed = self._num_taken(request, prefix) + self.num_running
+        start = len(prefix) * self._cache.page_size
         return (
             self.num_running < self._limits.max_running
-            and needed <= self.num_free
-            and self._next_stop(request) > request.num_computed
+            and needed <= self.num_available
+            and self._next_stop(request, start) > start
         )
 
-    def admit(self, request: Request) -> None:
-        self.admitted.append(request)
+    def admit(self, request: Request, prefix: list[int]) -> None:
+        self.admitted.append((request, prefix))
         self.num_running += 1
-        self.num_free -= self._pool.pages_for(request.num_tokens)
-        self.add(request)
+        self.num_available -= self._num_taken(request, prefix)
+        self._claimed.update(prefix)
+        self._add(request, len(prefix) * self._cache.page_size)
 
-    def add(self, request: Request) -> None:
+    def _num_taken(self, request: Request, prefix: list[int]) -> int:
+        """How many fewer pages are available once the request has its own."""
+        claimed = sum(self._cache.is_unused(page) and page not in self._claimed for page in prefix)
+        return claimed + self._cache.pages_for(request.num_tokens) - len(prefix)
+
+    def _add(self, request: Request, start: int) -> None:
         """The next chunk of the request, as much of it as there is room for."""
-        stop = self._next_stop(request)
-        if stop > request.num_computed:
-            self.chunks.append(Chunk(request, request.num_computed, stop))
-            self.num_tokens += stop - request.num_computed
-            self._num_pages += self._pool.pages_for(stop)
+        stop = self._next_stop(request, start)
+        if stop > start:
+            self.chunks.append(Chunk(request, start, stop))
+            self.num_tokens += stop - start
+            self._num_pages += self._cache.pages_for(stop)
 
-    def _next_stop(self, request: Request) -> int:
-        by_tokens = request.num_computed + self._limits.chunk_tokens - self.num_tokens
-        by_pages = (self._limits.chunk_pages - self._num_pages) * self._pool.page_size
+    def _next_stop(self, request: Request, start: int) -> int:
+        by_tokens = start + self._limits.chunk_tokens - self.num_tokens
+        by_pages = (self._limits.chunk_pages - self._num_pages) * self._cache.page_size
         return min(request.num_tokens, by_tokens, by_pages)
 
 
 class Scheduler:
-    def __init__(self, pools: list[PagePool], limits: Limits):
+    """`prefix_cache`: whether requests share the full pages of equal starts.
+
+    Attributes:
+      num_retracted: times a request lost its pages to others.
+      num_prompt_tokens, num_cached_tokens: of the requests admitted so far, and how many of these
+        tokens were found cached.
+    """
+
+    def __init__(self, pools: list[PagePool], limits: Limits, *, prefix_cache: bool = True):
         self.waiting: deque[Request] = deque()
         self.running: list[list[Request]] = [[] for _ in pools]
         """By rank, oldest first; all hold pages."""
         self.num_retracted = 0
-        self._pools = pools
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._caches = [PrefixCache(pool) for pool in pools]
+        self._shares = prefix_cache
         self._limits = limits
         self._planned: list[_RankPrefill] = []
 
@@ -149,8 +175,17 @@ class Scheduler:
     @property
     def page_usage(self) -> float:
         """Share of all pages that requests hold."""
-        usable = sum(pool.num_usable for pool in self._pools)
-        return 1 - sum(pool.num_free for pool in self._pools) / usable
+        usable = sum(cache.num_usable for cache in self._caches)
+        return 1 - sum(cache.num_available for cache in self._caches) / usable
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that no request holds and that are kept for those to come."""
+        return sum(cache.num_unused for cache in self._caches)
+
+    @property
+    def num_evicted_pages(self) -> int:
+        return sum(cache.num_evicted for cache in self._caches)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -173,9 +208,26 @@ class Scheduler:
         planned, self._planned = self._planned, []
         assert planned, "propose comes first"
         for rank, plan in enumerate(planned):
-            for request in plan.admitted:
-                self._admit(request, rank)
+            # All of them first: pages for one must not be the start of another.
+            for _, prefix in plan.admitted:
+                self._caches[rank].use(prefix)
+            for request, prefix in plan.admitted:
+                self._admit(request, rank, prefix)
         return ScheduledPrefill([plan.chunks for plan in planned])
+
+    def advance(self, request: Request, num_computed: int) -> None:
+        """A step has brought the request's first `num_computed` tokens into its pages."""
+        request.num_computed = num_computed
+        if not self._shares:
+            return
+        cache, shared = self._caches[request.rank], request.num_shared_pages
+        full = num_computed // cache.page_size
+        if full > shared:
+            tokens = request.tokens(shared * cache.page_size, full * cache.page_size)
+            keys = page_keys(tokens, cache.page_size)
+            own = request.pages[shared:full]
+            request.pages[shared:full] = cache.insert(request.pages[:shared], keys, own)
+            request.num_shared_pages = full
 
     def remove(self, request: Request, phase: Phase) -> None:
         """Take a request out for good, its pages with it."""
@@ -193,39 +245,75 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_retracted += 1
 
+    def forget_cached(self) -> None:
+        """Empty the prefix caches, since the latents are gone; no request may hold pages."""
+        for cache in self._caches:
+            cache.clear()
+
     def check_integrity(self) -> None:
-        """Every page is free or has one owner. Cheap; run whenever the loop is idle."""
-        for rank, pool in enumerate(self._pools):
-            owned = [page for request in self.running[rank] for page in request.pages]
-            if len(owned) != len(set(owned)) or len(owned) + pool.num_free != pool.num_usable:
-                raise RuntimeError(
-                    f"rank {rank}: {len(owned)} pages are owned ({len(set(owned))} distinct) and "
-                    f"{pool.num_free} free, but there are {pool.num_usable}"
-                )
+        """Every page is free, has one owner, or is shared by those that are counted. Cheap; run
+        whenever the loop is idle."""
+        for rank, cache in enumerate(self._caches):
+            running = self.running[rank]
+            paths = [request.pages[: request.num_shared_pages] for request in running]
+            owned = [page for r in running for page in r.pages[r.num_shared_pages :]]
+            if error := cache.check(paths, owned):
+                raise RuntimeError(f"rank {rank}: {error}")
 
     def _release(self, request: Request) -> None:
         self.running[request.rank].remove(request)
-        self._pools[request.rank].free(request.pages)
-        request.pages, request.rank = [], -1
+        cache, shared = self._caches[request.rank], request.num_shared_pages
+        cache.release(request.pages[:shared])
+        cache.free(request.pages[shared:])
+        request.pages, request.num_shared_pages, request.rank = [], 0, -1
 
     def _plan_prefill(self) -> list[_RankPrefill]:
         plans = [
-            _RankPrefill(self._limits, pool, running)
-            for pool, running in zip(self._pools, self.running, strict=True)
+            _RankPrefill(self._limits, cache, running)
+            for cache, running in zip(self._caches, self.running, strict=True)
         ]
         for request in self.waiting:
-            able = [plan for plan in plans if plan.can_admit(request)]
+            tokens = request.tokens(0, request.num_reusable) if self._shares else []
+            keys = page_keys(tokens, self._caches[0].page_size)
+            prefixes = [(plan, plan.find(keys)) for plan in plans]
+            able = [(plan, prefix) for plan, prefix in prefixes if plan.can_admit(request, prefix)]
             if not able:
                 break
-            least = min(able, key=lambda plan: (plan.num_tokens, plan.num_running, -plan.num_free))
-            least.admit(request)
+            plan, prefix = self._best(able)
+            plan.admit(request, prefix)
         return plans
 
-    def _admit(self, request: Request, rank: int) -> None:
-        pool = self._pools[rank]
+    def _best(self, able: list[tuple[_RankPrefill, list[int]]]) -> tuple[_RankPrefill, list[int]]:
+        """The rank with the fewest tokens to prefill once it has a request, whose cached prefix is
+        beside it, then with the fewest requests.
+
+        A prefix does not count on a rank that has over a quarter of `max_running`, and over 1, more
+        requests than another: all ranks wait for the one that decodes the most.
+        """
+        fewest = min(plan.num_running for plan, _ in able)
+        most = fewest + max(1, self._limits.max_running // 4)
+
+        def cost(choice: tuple[_RankPrefill, list[int]]) -> tuple[int, int, int]:
+            plan, prefix = choice
+            cached = len(prefix) if plan.num_running <= most else 0
+            num_tokens = plan.num_tokens - cached * self._caches[0].page_size
+            return num_tokens, plan.num_running, -plan.num_available
+
+        return min(able, key=cost)
+
+    def _admit(self, request: Request, rank: int, prefix: list[int]) -> None:
+        """Give the request its pages on a rank, after the cached ones that it already uses."""
+        cache = self._caches[rank]
         self.waiting.remove(request)
         request.rank = rank
-        request.pages = pool.allocate(pool.pages_for(request.num_tokens))
+        request.num_computed = len(prefix) * cache.page_size
+        request.num_shared_pages = len(prefix)
+        num_own = cache.pages_for(request.num_tokens) - len(prefix)
+        request.pages = prefix + cache.allocate(num_own)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.num_computed
+            self.num_prompt_tokens += request.num_tokens
+            self.num_cached_tokens += request.num_computed
         request.move_to(Phase.PREFILL)
         self.running[rank].append(request)
 
@@ -233,18 +321,18 @@ class Scheduler:
         return [[r for r in running if r.phase is Phase.DECODE] for running in self.running]
 
     def _next_decode(self) -> ScheduledDecode:
-        for rank in range(len(self._pools)):
+        for rank in range(len(self._caches)):
             self._grow(rank)
         return ScheduledDecode(self._decoding())
 
     def _grow(self, rank: int) -> None:
         """Give each decoding request of the rank the page its next token needs."""
-        pool, running = self._pools[rank], self.running[rank]
+        cache, running = self._caches[rank], self.running[rank]
         for request in list(running):  # oldest first
             if request.phase is not Phase.DECODE:
                 continue
-            missing = pool.pages_for(request.num_tokens) - len(request.pages)
-            while request.rank == rank and missing > pool.num_free:
+            missing = cache.pages_for(request.num_tokens) - len(request.pages)
+            while request.rank == rank and missing > cache.num_available:
                 self.retract(running[-1])  # the youngest, in the end the request itself
             if request.rank == rank and missing > 0:
-                request.pages += pool.allocate(missing)
+                request.pages += cache.allocate(missing)

@@ -74,6 +74,7 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    cached_tokens: int = 0
 
     def add(self, output: Output) -> None:
         self.text += output.text
@@ -82,6 +83,7 @@ class Result:
         self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.matched_stop = output.matched_stop
+        self.cached_tokens += output.cached_tokens
 
 
 def make_choices(
@@ -145,6 +147,13 @@ class Call:
     def prompt_tokens(self) -> int:
         """Tokens of the prompts; that of several choices counts once."""
         return sum({choice.name: len(choice.prompt.ids) for choice in self.choices}.values())
+
+    def cached_tokens(self, of_choices: Sequence[int]) -> int:
+        """Tokens of the prompts that no choice had to compute, when each choice found so many."""
+        cached: dict[str, int] = {}
+        for choice, count in zip(self.choices, of_choices, strict=True):
+            cached[choice.name] = min(count, cached.get(choice.name, count))
+        return sum(cached.values())
 
     def requests(self) -> list[Request]:
         return [

@@ -166,7 +166,7 @@ class _Writer:
             "finish_reason": _finish_reason(result),
             "prompt_tokens": len(choice.prompt.ids),
             "completion_tokens": len(result.token_ids),
-            "cached_tokens": 0,
+            "cached_tokens": result.cached_tokens,
             "e2e_latency": time.monotonic() - self._started,
         }
         if self._body.return_logprob:
@@ -174,8 +174,7 @@ class _Writer:
         return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta}
 
     def _logprobs(self, result: Result) -> dict[str, Any]:
-        start = max(self._body.logprob_start_len or 0, 0)
-        tokens = {"input": result.prompt_logprobs[start:], "output": result.logprobs}
+        tokens = {"input": result.prompt_logprobs, "output": result.logprobs}
         num_top = self._body.top_logprobs_num or 0
         values: dict[str, Any] = {}
         for side, entries in tokens.items():

@@ -108,22 +108,27 @@ class _Writer:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer in one piece."""
         choices = [self.whole_choice(index, result) for index, result in enumerate(results)]
-        usage = self._usage(sum(len(result.token_ids) for result in results))
+        usage = self._usage(
+            sum(len(result.token_ids) for result in results),
+            [result.cached_tokens for result in results],
+        )
         return {**self._head(self.whole_object), "choices": choices, "usage": usage}
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        num_generated = 0
+        num_generated, cached_tokens = 0, [0] * len(self._call.choices)
         async for index, output in self._call:
             if output.finish_reason == "error":
                 yield event(failed(output.error).body)
                 yield DONE
                 return
             num_generated += len(output.token_ids)
+            cached_tokens[index] += output.cached_tokens
             for choice in self.chunk_choices(index, output):
                 yield event(self._chunk([choice]))
         if self._includes_usage:
-            yield event({**self._chunk([]), "usage": self._usage(num_generated)})
+            usage = self._usage(num_generated, cached_tokens)
+            yield event({**self._chunk([]), "usage": usage})
         yield DONE
 
     def whole_choice(self, index: int, result: Result) -> dict[str, Any]:
@@ -146,12 +151,14 @@ class _Writer:
         # OpenAI: null in every chunk but the last.
         return {**chunk, "usage": None} if self._includes_usage else chunk
 
-    def _usage(self, num_generated: int) -> dict[str, int]:
+    def _usage(self, num_generated: int, cached_tokens: Sequence[int]) -> dict[str, Any]:
+        """`cached_tokens` of each choice."""
         num_prompt = self._call.prompt_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self._call.cached_tokens(cached_tokens)},
         }
 
 

@@ -404,6 +404,7 @@ class GenerateBody(Body):
             logprobs=bool(self.return_logprob),
             num_top_logprobs=(self.top_logprobs_num or 0) if self.return_logprob else 0,
             prompt_logprobs=self.scores_prompt,
+            prompt_logprobs_start=max(self.logprob_start_len or 0, 0),
         )
 
 

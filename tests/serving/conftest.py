@@ -49,14 +49,22 @@ class Client:
         registry: CollectorRegistry,
         pools: list[PagePool],
         engine: Engine,
+        scheduler: Scheduler | None = None,
     ):
         self.loop = loop
         self.registry = registry
         self.engine = engine
+        self._scheduler = scheduler
         self._pools = pools
         self._count = 0
 
     def check_free(self) -> None:
+        """No request holds a page, and all are free once nothing is kept cached. For a loop that
+        has ended."""
+        assert self._scheduler is not None
+        self._scheduler.check_integrity()
+        assert self._scheduler.page_usage == 0
+        self._scheduler.forget_cached()
         assert all(pool.num_free == pool.num_usable for pool in self._pools)
         assert self.loop.num_waiting == self.loop.num_running == 0
 
@@ -249,23 +257,28 @@ class StubEngine(Engine):
         return StepResult(request, num_computed, token, {})
 
 
-def make_client(engine: Engine, compilations: CompilationCounter, peers: Peers) -> Client:
+def make_client(
+    engine: Engine, compilations: CompilationCounter, peers: Peers, *, prefix_cache: bool = True
+) -> Client:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
     limits = engine.limits
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
-    scheduler = Scheduler(pools, limits.scheduler_limits)
+    scheduler = Scheduler(pools, limits.scheduler_limits, prefix_cache=prefix_cache)
     loop = ServingLoop(
         engine, scheduler, NumberText, metrics, peers, eos_token_ids=(1,), max_queued=100
     )
     metrics.mark_ready()
-    return Client(loop, registry, pools, engine)
+    return Client(loop, registry, pools, engine, scheduler)
 
 
 @pytest.fixture
 def new_client(compilations: CompilationCounter) -> Callable[..., Client]:
-    """`new_client(peers, engine)`, by default with a stub of an engine; its loop is not started."""
-    return lambda peers, engine=None: make_client(engine or StubEngine(), compilations, peers)
+    """`new_client(peers, engine, prefix_cache=True)`, by default with a stub of an engine; its loop
+    is not started."""
+    return lambda peers, engine=None, **options: make_client(
+        engine or StubEngine(), compilations, peers, **options
+    )
 
 
 @pytest.fixture

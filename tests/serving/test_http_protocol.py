@@ -73,6 +73,15 @@ def test_every_parameter_arrives():
 
 
 @pytest.mark.parametrize(
+    ("given", "wanted", "start"), [(None, False, 0), (-1, False, 0), (0, True, 0), (7, True, 7)]
+)
+def test_prompt_logprobs_start_where_they_are_asked_for(given, wanted, start):
+    body = generate(return_logprob=True, logprob_start_len=given)
+    params = body.params(body.sampling_of(1)[0], INFO, 3)
+    assert (params.prompt_logprobs, params.prompt_logprobs_start) == (wanted, start)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"), [(-1, 0), (0, 0), (5, 5), (320, 320), (10**15, 320)]
 )
 def test_top_k(given, expected):

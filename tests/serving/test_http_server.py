@@ -47,8 +47,14 @@ def scored(token_id: int, num_top: int) -> TokenLogprob:
 class Playing:
     """One request of the fake loop."""
 
-    def __init__(self, request: Request, script: Callable[[Request], Iterator[int]]):
+    def __init__(
+        self,
+        request: Request,
+        script: Callable[[Request], Iterator[int]],
+        num_cached: Callable[[Request], int],
+    ):
         self.request = request
+        self.num_cached = num_cached(request)
         self.tokens = script(request)
         self.text = TextStream(TOKENIZER, request.params.stop)
         self.is_aborted = False
@@ -58,7 +64,9 @@ class Playing:
         if self.is_aborted:
             return Output(text=self.text.finish(), finish_reason="abort")
         if params.max_new_tokens == 0:
-            return Output(prompt_logprobs=first, finish_reason="length")
+            return Output(
+                prompt_logprobs=first, finish_reason="length", cached_tokens=self.num_cached
+            )
         token = next(self.tokens)
         if token < 0:
             return Output(finish_reason="error", error="the step failed")
@@ -76,14 +84,15 @@ class Playing:
         if reason is not None:
             piece += self.text.finish()
         logprobs = (scored(token, params.num_top_logprobs),) if params.logprobs else ()
-        return Output(piece, (token,), logprobs, first, reason, matched)
+        cached = self.num_cached if len(self.request.output_ids) == 1 else 0
+        return Output(piece, (token,), logprobs, first, reason, matched, cached_tokens=cached)
 
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         params, ids = self.request.params, self.request.prompt_ids
         if self.request.output_ids or not params.prompt_logprobs:
             return ()
         rest = (scored(token_id, params.num_top_logprobs) for token_id in ids[1:])
-        return (TokenLogprob(ids[0], None), *rest)
+        return (TokenLogprob(ids[0], None), *rest)[params.prompt_logprobs_start :]
 
 
 class FakeLoop:
@@ -101,6 +110,7 @@ class FakeLoop:
         self.abort_all()
         self.wait_until_idle()
         self.script = answer_script
+        self.num_cached: Callable[[Request], int] = lambda request: 0
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.max_queued = 300
@@ -120,7 +130,7 @@ class FakeLoop:
                 if request.rid in self.playing:
                     raise ValueError(f"rid {request.rid!r} is in use")
             self.submitted += requests
-            self.playing |= {r.rid: Playing(r, self.script) for r in requests}
+            self.playing |= {r.rid: Playing(r, self.script, self.num_cached) for r in requests}
 
     def abort(self, rid: str) -> bool:
         with self.lock:
@@ -250,9 +260,27 @@ def test_completion(client, loop):
     }  # fmt: skip
     num = len(ANSWER_IDS) + 1
     assert answer["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": num, "total_tokens": 3 + num
+        "prompt_tokens": 3, "completion_tokens": num, "total_tokens": 3 + num,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     assert loop.submitted[0].prompt_ids == [256, *b"hi"]
+
+
+def test_usage_says_what_was_cached(client, loop):
+    """Of each prompt once: what none of its choices had to compute."""
+    found = {"a-0": 2, "a-1": 1, "b-0": 3, "b-1": 3}
+    loop.num_cached = lambda request: found[request.rid]
+    body = {"prompt": ["a", "bc"], "n": 2, "rid": ["a", "b"]}
+    expected = {"cached_tokens": 1 + 3}
+    assert complete(client, **body)["usage"]["prompt_tokens_details"] == expected
+    usage = {"stream_options": {"include_usage": True}}
+    *_, last = stream(client, "/v1/completions", max_tokens=100, **body, **usage)
+    assert last["usage"]["prompt_tokens_details"] == expected
+    answers = generate(client, text=["a", "b"], sampling_params={"n": 2}, rid=["a", "b"])
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [2, 1, 3, 3]
+    loop.num_cached = lambda request: 2
+    scored = complete(client, max_tokens=0, echo=True)["usage"]
+    assert scored["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_completion_ends(client):
@@ -437,6 +465,8 @@ def test_generate_logprobs(client):
     assert meta["output_token_logprobs"][0] == [-0.5, 87, "W"]
     assert meta["input_top_logprobs"][:2] == [None, [[-0.25, 105, "i"]]]
     assert meta["output_top_logprobs"][0] == [[-0.25, 88, "X"]]
+    meta = generate(client, text="hi", logprob_start_len=2, **options)["meta_info"]
+    assert meta["input_token_logprobs"] == [[-0.5, 105, "i"]]
     meta = generate(client, text="hi", return_logprob=True)["meta_info"]
     assert meta["input_token_logprobs"] == [] and meta["output_token_logprobs"][0][2] is None
 

@@ -9,6 +9,7 @@ import pytest
 
 from serving.engine import logit_edits
 from serving.loop import QueueFullError
+from serving.peers import Alone
 from serving.request import Request, SamplingParams
 
 
@@ -169,6 +170,146 @@ def test_flushing_waits_for_no_one_and_compiles_nothing(client):
     before = client.run([[2, 3]], [GREEDY])[0].token_ids
     client.loop.flush_cache()
     assert client.run([[2, 3]], [GREEDY])[0].token_ids == before
+
+
+# Around the pages of 8 tokens, the chunks of 32 and the two.
+BORDERS = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40, 41, 63, 64, 65, 72, 96, 97, 110)
+
+
+def prompts_that_share() -> list[list[int]]:
+    """Starts of one long prompt, and the same with an end of their own."""
+    rng = np.random.default_rng(7)
+    base = rng.integers(2, 256, 128).tolist()
+    return [
+        base[:length] + rng.integers(2, 256, own).tolist() for length in BORDERS for own in (0, 5)
+    ]
+
+
+def scored(index: int) -> SamplingParams:
+    """Greedy with log-probabilities; of the prompt from the start, from its middle, or not."""
+    return dataclasses.replace(
+        GREEDY,
+        max_new_tokens=(6, 1, 10, 3)[index % 4],
+        logprobs=True,
+        num_top_logprobs=2,
+        prompt_logprobs=index % 3 > 0,
+        prompt_logprobs_start=BORDERS[index // 2] // 2 if index % 3 == 2 else 0,
+    )
+
+
+@pytest.fixture
+def without_cache(engine, new_client):
+    """What the engine answers when nothing is cached. To be called before any other client's."""
+
+    def answer(prompts, params):
+        client = new_client(Alone(), engine, prefix_cache=False)
+        client.loop.start()
+        try:
+            answers = client.run(prompts, params)
+        finally:
+            client.loop.shutdown()
+        client.check_free()
+        assert client.metric("cached_tokens_total") == 0
+        assert all(answer.outputs[0].cached_tokens == 0 for answer in answers)
+        return answers
+
+    return answer
+
+
+def num_equal(tokens: list[int], others: list[int]) -> int:
+    """How many tokens are equal before the first that is not."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+
+
+def check_same(answers, expected) -> None:
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.token_ids == other.token_ids
+        for name in ("prompt_logprobs", "logprobs"):
+            mine, theirs = (
+                [entry for output in each.outputs for entry in getattr(output, name)]
+                for each in (answer, other)
+            )
+            assert [entry.token_id for entry in mine] == [entry.token_id for entry in theirs]
+            mine, theirs = (
+                [np.nan if entry.logprob is None else entry.logprob for entry in entries]
+                for entries in (mine, theirs)
+            )
+            np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_the_prefix_cache_changes_no_answer(client, without_cache):
+    prompts = prompts_that_share()
+    params = [scored(index) for index in range(len(prompts))]
+    expected = without_cache(prompts, params)
+    for prompt, param, answer in zip(prompts, params, expected, strict=True):
+        assert len(answer.outputs[0].prompt_logprobs) == (
+            len(prompt) - param.prompt_logprobs_start if param.prompt_logprobs else 0
+        )
+    one_by_one = [client.run([p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+    check_same(one_by_one, expected)
+    earlier: list[list[int]] = [[]]
+    for answer in one_by_one:
+        prompt, param = answer.request.prompt_ids, answer.request.params
+        start = param.prompt_logprobs_start if param.prompt_logprobs else len(prompt)
+        longest = max(num_equal(prompt, other) for other in earlier)
+        reusable = min(max(start - 1, 0), longest)
+        assert answer.outputs[0].cached_tokens == reusable // 8 * 8
+        earlier.append(prompt + answer.token_ids[:-1])
+    together = client.run(prompts, params)
+    check_same(together, expected)
+    assert client.metric("cached_tokens_total") == sum(
+        answer.outputs[0].cached_tokens for answer in [*one_by_one, *together]
+    )
+    total = 2 * sum(map(len, prompts))
+    assert client.metric("prompt_tokens_total") == total
+    assert client.metric("cache_hit_rate") == client.metric("cached_tokens_total") / total > 0.3
+
+
+def test_eviction_and_retraction_change_no_answer(client, without_cache):
+    """Families of prompts that no rank's 40 pages can all keep, some of them cancelled."""
+    rng = np.random.default_rng(8)
+    starts = [rng.integers(2, 256, 48).tolist() for _ in range(12)]
+    prompts = [starts[i % 12] + rng.integers(2, 256, i % 20).tolist() for i in range(72)]
+    params = [dataclasses.replace(GREEDY, max_new_tokens=40)] * len(prompts)
+    expected = without_cache(prompts, params)
+    answers = client.submit(prompts, params)
+    for index, answer in enumerate(answers):
+        if index % 9 == 4:
+            answer.first.wait(60)
+        if index % 3 == 0:
+            client.loop.abort(answer.request.rid)
+    for answer, other in zip(answers, expected, strict=True):
+        tokens = answer.wait().token_ids
+        assert tokens == other.token_ids[: len(tokens)]
+        assert answer.finish_reason == "abort" or len(tokens) == 40
+    assert {answer.finish_reason for answer in answers} == {"abort", "length"}
+    for name in ("evicted_pages_total", "num_retracted_reqs", "cached_tokens_total"):
+        assert client.metric(name) > 0
+
+
+def test_what_was_cached_is_forgotten_when_it_is_flushed_or_lost(client, engine, monkeypatch):
+    prompt = make_prompts(1, seed=2, longest=100)[0] + [5] * 16
+
+    def ask() -> tuple[int, list[int]]:
+        answer = client.run([prompt], [GREEDY])[0]
+        return answer.outputs[0].cached_tokens, answer.token_ids
+
+    full = (len(prompt) - 1) // 8 * 8
+    _, tokens = ask()
+    assert ask() == (full, tokens)
+    client.loop.flush_cache()
+    assert client.metric("cached_pages") == 0
+    assert ask() == (0, tokens)
+    assert ask() == (full, tokens)
+
+    def fail(batch, size):
+        monkeypatch.undo()
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine, "run", fail)
+    assert client.run([[3]], [GREEDY])[0].finish_reason == "error"
+    assert ask() == (0, tokens)
 
 
 def test_a_failed_step_fails_its_requests_and_nothing_else(client, engine, monkeypatch):

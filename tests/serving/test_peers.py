@@ -94,6 +94,22 @@ def test_flushing_is_refused_while_another_member_serves(clients, recorders):
     assert clients[1].run([[2, 3]], [GREEDY])[0].finish_reason == "length"
 
 
+def test_members_keep_caches_of_their_own_and_flush_them_together(clients, recorders):
+    prompts = make_prompts(4)
+    prompts = [prompt + [9] * 17 for prompt in prompts]
+
+    def cached(member: int) -> list[int]:
+        answers = [clients[member].run([prompt], [GREEDY])[0] for prompt in prompts]
+        return [answer.outputs[0].cached_tokens for answer in answers]
+
+    pages = [(len(prompt) - 1) // 8 * 8 for prompt in prompts]
+    assert cached(0) == cached(1) == [0] * 4
+    assert cached(0) == cached(1) == pages
+    clients[1].loop.flush_cache()
+    assert cached(0) == cached(1) == [0] * 4
+    assert recorders[0].steps == recorders[1].steps
+
+
 def test_all_members_recover_from_a_step_that_failed_on_one(clients, recorders, thread_group):
     prompts = make_prompts(4)
     expected = [clients[0].run([prompt], [GREEDY])[0].token_ids for prompt in prompts]

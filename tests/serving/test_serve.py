@@ -68,6 +68,29 @@ def test_completion_and_chat(client):
     assert text == chat.choices[0].message.content
 
 
+def test_a_repeated_prompt_is_found_cached(server, client):
+    url, _ = server
+    messages = [{"role": "user", "content": "Sing a song of pages. " * 6}]
+
+    def ask() -> tuple[str | None, int, int]:
+        chat = client.chat.completions.create(
+            model="default", messages=messages, max_tokens=8, temperature=0
+        )
+        assert chat.usage is not None and chat.usage.prompt_tokens_details is not None
+        details = chat.usage.prompt_tokens_details
+        return chat.choices[0].message.content, chat.usage.prompt_tokens, details.cached_tokens or 0
+
+    text, num_prompt, num_cached = ask()
+    assert num_cached == 0
+    assert ask() == (text, num_prompt, (num_prompt - 1) // 16 * 16)
+    assert metric(url, "cached_tokens_total") >= (num_prompt - 1) // 16 * 16 > 0
+    assert 0 < metric(url, "cache_hit_rate") < 1
+    assert metric(url, "cached_pages") > 0
+    assert httpx.post(f"{url}/flush_cache").status_code == 200
+    assert metric(url, "cached_pages") == 0
+    assert ask() == (text, num_prompt, 0)
+
+
 def test_one_request_alone_and_among_others(client):
     def ask(index: int) -> str:
         return (
