@@ -21,7 +21,7 @@ class ExpertPlacement:
 
     Attributes:
       physical_to_logical: the expert in each slot.
-      logical_to_physical: the slots of each expert; entries past `replicas` are -1.
+      logical_to_physical: the slots of each expert, ascending; entries past `replicas` are -1.
       replicas: how many slots hold each expert, at least 1.
     """
 
@@ -39,18 +39,25 @@ class ExpertPlacement:
     ) -> Int32[Array, "T K"]:
         """Choose a slot for each chosen expert of MoE layer `layer`; -1 stays -1.
 
-        A replica on this rank is used when there is one; otherwise tokens go round-robin over the
-        replicas, each rank starting at a different one.
+        Tokens stay on their rank where it has the expert. Others go round-robin over all replicas,
+        and of the ranks without the expert each starts at the next replica, so that ranks with a
+        token each do not all choose the same one.
         """
         num_tokens, _ = topk_idx.shape
+        slots = self.logical_to_physical[layer]  # [E, R]
+        owner = jnp.where(slots >= 0, slots // slots_per_rank, -1)
+        is_local = owner == rank
+        # Slots ascend, so that a rank's are side by side.
+        is_new = jnp.diff(owner, axis=1, prepend=-1) != 0
+        num_before = (is_new & (owner >= 0) & (owner < rank)).sum(1, dtype=jnp.int32)
+        has_local = is_local.any(1)
+        first = jnp.where(has_local, jnp.argmax(is_local, 1).astype(jnp.int32), 0)
+        count = jnp.where(has_local, is_local.sum(1, dtype=jnp.int32), self.replicas[layer])
+        offset = jnp.where(has_local, 0, rank - num_before)
+
         expert = jnp.maximum(topk_idx, 0)
-        slots = self.logical_to_physical[layer][expert]  # [T, K, R]
-        is_local = (slots >= 0) & (slots // slots_per_rank == rank)
-        turn = (rank + jnp.arange(num_tokens, dtype=jnp.int32))[:, None]
-        choice = jnp.where(
-            is_local.any(-1), jnp.argmax(is_local, -1), turn % self.replicas[layer][expert]
-        )
-        physical = jnp.take_along_axis(slots, choice[..., None].astype(jnp.int32), axis=-1)[..., 0]
+        turn = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] + offset[expert]
+        physical = slots[expert, first[expert] + turn % count[expert]]
         return jnp.where(topk_idx < 0, -1, physical)
 
 

@@ -1,6 +1,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxmoe.eplb.placement import make_placement, num_expert_slots, trivial_placement
 
@@ -51,6 +53,35 @@ def test_same_rank_first_then_round_robin():
     placement = make_placement(np.asarray([[0, 0, 0, 1, 2, 3]]), 4)  # expert 0: ranks 0, 0 and 1
     spread = to_physical(placement, idx, rank=2, slots_per_rank=2).ravel()
     np.testing.assert_array_equal(np.bincount(spread, minlength=3), [2, 2, 2])
+    # Two replicas on the token's own rank share its tokens.
+    own = to_physical(placement, idx, rank=0, slots_per_rank=2).ravel()
+    np.testing.assert_array_equal(np.bincount(own, minlength=3), [3, 3, 0])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 4), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_tokens_of_all_ranks_spread_evenly(seed, num_ranks, slots_per_rank, num_tokens):
+    """Each rank has so many tokens, all for one expert: those that leave their rank are spread over
+    its replicas as evenly as whole tokens can be, however few there are."""
+    rng = np.random.default_rng(seed)
+    num_slots = num_ranks * slots_per_rank
+    slots = np.zeros(num_slots, np.int64)
+    others = rng.permutation(num_slots)[: rng.integers(num_slots)]
+    slots[others] = 1 + np.arange(len(others))
+    placement = make_placement(slots[None], len(others) + 1)
+    replicas = np.flatnonzero(slots == 0)
+    owners = replicas // slots_per_rank
+    arrived = np.zeros(num_slots, int)
+    for rank in range(num_ranks):
+        chosen = to_physical(placement, np.zeros((num_tokens, 1)), rank, slots_per_rank).ravel()
+        if rank in owners:
+            assert (chosen // slots_per_rank == rank).all()
+            local = np.bincount(chosen, minlength=num_slots)[replicas[owners == rank]]
+            assert local.max() - local.min() <= 1
+        else:
+            arrived += np.bincount(chosen, minlength=num_slots)
+    uneven = min(num_tokens % len(replicas), -num_tokens % len(replicas))
+    assert np.ptp(arrived[replicas]) <= max(1, uneven)
 
 
 def test_trivial_placement_wraps_around():
