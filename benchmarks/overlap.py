@@ -71,9 +71,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--ep-size", type=int, default=4, metavar="N", help="ranks, at most 8 (%(default)s)")
-    add("--prefill-tokens", type=int, default=256, metavar="T", help="of a rank (%(default)s)")
-    add("--decode-rows", type=int, default=64, metavar="B", help="of a rank (%(default)s)")
-    add("--context", type=int, default=1024, metavar="T", help="of a decode row (%(default)s)")
+    add("--prefill-tokens", type=int, default=512, metavar="T", help="of a rank (%(default)s)")
+    add("--decode-rows", type=int, default=32, metavar="B", help="of a rank (%(default)s)")
+    add("--context", type=int, default=4096, metavar="T", help="of a decode row (%(default)s)")
     add("--ratio", type=float, default=0.9, metavar="X", help="communication to computation")
     add("--repeats", type=int, default=15, metavar="N", help="timed steps of each (%(default)s)")
     add("--output", type=Path, metavar="FILE", help="write the results as JSON")
