@@ -634,12 +634,17 @@ void EpGroup::SetActive(const std::vector<int64_t>& ranks) {
   Advance(active);
 }
 
-// Begins a new epoch, on all members that have had an active rank. One of them tells the others.
+// Begins a new epoch, on all members that have had an active rank. One of them tells the others: one
+// that stays, if any does, because the next change waits for it. One that leaves could tell of this
+// change after those that stay have told of the next.
 void EpGroup::Advance(const std::vector<uint8_t>& active) {
-  const bool tells = ActiveMembers().front() == options_.member;
+  const std::vector<int64_t> before = ActiveMembers();
   const uint64_t epoch = epoch_ + 1;
   Apply(active, epoch);
-  if (!tells) return;
+  const auto stays = std::find_if(before.begin(), before.end(),
+                                  [this](int64_t member) { return IsActiveMember(member); });
+  const int64_t teller = stays == before.end() ? before.front() : *stays;
+  if (teller != options_.member) return;
   Header& header = *reinterpret_cast<Header*>(memory_);
   std::copy(active.begin(), active.end(), Table(epoch));
   header.agreed[epoch % 2] = agreed_;

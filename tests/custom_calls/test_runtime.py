@@ -191,6 +191,14 @@ def test_active_ranks_change_in_several_processes(count, devices):
 
 
 @pytest.mark.slow
+def test_who_stays_may_change_the_active_ranks_before_who_leaves_has_gone():
+    memberships = 300 * [[0, 1], [1]]
+    with processes(2, run_memberships, [*memberships, [0, 1]], 0) as (_, members):
+        for member in members:
+            assert member.read_until("done|error")[0] == "done", member.lines
+
+
+@pytest.mark.slow
 def test_nobody_waits_for_inactive_members_or_minds_their_end():
     memberships = [[0, 1, 2], [0], [0, 2], [0], [0, 1, 2]]
     with processes(3, run_memberships, memberships, 5, first=1) as (name, (first, second)):
