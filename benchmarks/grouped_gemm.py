@@ -545,9 +545,17 @@ def take_turns(runs: dict[str, Run], args: argparse.Namespace, repeats: int | No
         for name, run in runs.items():
             few, many, turns = plans[name]
             if turn < turns:
-                run.times.append(
-                    (timed(run, many) - timed(run, few)) / (many - few) / run.num_calls
-                )
+                run.times.append(difference(run, few, many) / run.num_calls)
+
+
+def difference(run: Run, few: int, many: int, tries: int = 10) -> float:
+    """Seconds a start, by which `many` take longer than `few`; again where others' work made `few`
+    take longer."""
+    for _ in range(tries):
+        seconds = (timed(run, many) - timed(run, few)) / (many - few)
+        if seconds > 0:
+            return seconds
+    raise RuntimeError(f"{many} calls took no longer than {few}, {tries} times: is all idle?")
 
 
 def timed(run: Run, times: int) -> float:
