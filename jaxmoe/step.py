@@ -23,6 +23,7 @@ from custom_calls import runtime
 from jaxmoe import sampling, sharding
 from jaxmoe.batch import Batch, PrefillBatch, of_rank
 from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.load import add_load
 from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.kv_cache import KVCache
 from jaxmoe.model.deepseek import Activations, DeepseekForCausalLM
@@ -126,7 +127,7 @@ class Steps:
                     f"has {model.mesh.size} of {ep_size} ranks in this one"
                 )
         self.model = model
-        self._plans = (prefill, decode)
+        self.plans = (prefill, decode)
         params, mesh, ranked = parameter_specs(model.params), model.mesh, sharding.PER_RANK
         graphdef = model.graphdef
 
@@ -141,17 +142,15 @@ class Steps:
             )
             return jax.jit(mapped, in_shardings=placed, **jit_options)
 
-        def make_forward(plan, with_activations):
+        def make_forward(forward, plan):
             return on_ranks(
-                partial(_forward, graphdef, plan, with_activations),
-                (params, ranked, ranked, P()),
-                donate_argnums=1,
+                partial(forward, graphdef, plan), (params, ranked, ranked, P()), donate_argnums=1
             )
 
         self._forward = {
-            (plan, detailed): make_forward(plan, detailed)
-            for plan in {*self._plans, *(plan.unsplit for plan in self._plans)}
-            for detailed in (False, True)
+            (forward, plan): make_forward(forward, plan)
+            for plan in {*self.plans, *(plan.unsplit for plan in self.plans)}
+            for forward in (_forward, _forward_with_load, _forward_with_activations)
         }
         self._sample = on_ranks(partial(_sample, graphdef), (params,) + 3 * (ranked,))
         self._sample_biased = on_ranks(partial(_sample, graphdef), (params,) + 4 * (ranked,))
@@ -165,19 +164,47 @@ class Steps:
 
         Cut in two where the plan is, unless not `is_split`.
         """
-        run = self._forward[self._plan(batch, is_split), False]
+        run = self._forward[_forward, self._plan(batch, is_split)]
         return run(self.model.params, cache, batch, self.model.placement)
 
-    def trace_forward(self, cache: KVCache, batch: Batch, *, is_split: bool = True) -> Traced:
-        """Trace `forward` without running it: it then asks for the kernels that it will launch."""
-        run = self._forward[self._plan(batch, is_split), False]
-        return run.trace(self.model.params, cache, batch, self.model.placement)
+    def forward_with_load(
+        self,
+        cache: KVCache,
+        load: Int32[Array, "D L P"],
+        batch: Batch,
+        *,
+        is_split: bool = True,
+    ) -> tuple[Float[Array, "D T H"], KVCache, Int32[Array, "D L P"], tuple[Array, ...]]:
+        """As `forward`, with its choices of physical experts added to `load`, which is donated, and
+        each MoE layer's logical experts of each token, [D, T, K]."""
+        run = self._forward[_forward_with_load, self._plan(batch, is_split)]
+        hidden, (cache, load), topk_idx = run(
+            self.model.params, (cache, load), batch, self.model.placement
+        )
+        return hidden, cache, load, topk_idx
+
+    def trace_forward(
+        self,
+        cache: KVCache,
+        batch: Batch,
+        load: Int32[Array, "D L P"] | None = None,
+        *,
+        is_split: bool = True,
+    ) -> Traced:
+        """Trace `forward`, or `forward_with_load`, without running it: it then asks for the kernels
+        that it will launch."""
+        plan = self._plan(batch, is_split)
+        arguments = batch, self.model.placement
+        if load is None:
+            return self._forward[_forward, plan].trace(self.model.params, cache, *arguments)
+        run = self._forward[_forward_with_load, plan]
+        return run.trace(self.model.params, (cache, load), *arguments)
 
     def forward_with_activations(
         self, cache: KVCache, batch: Batch
     ) -> tuple[Float[Array, "D T H"], KVCache, Activations]:
         """As `forward`, with every layer's output and routing."""
-        run = self._forward[self._plan(batch), True]
+        run = self._forward[_forward_with_activations, self._plan(batch)]
         return run(self.model.params, cache, batch, self.model.placement)
 
     def sample(
@@ -203,15 +230,34 @@ class Steps:
         return self._logits(self.model.params, hidden)
 
     def _plan(self, batch: Batch, is_split: bool = True) -> ExecutionPlan:
-        plan = self._plans[0] if isinstance(batch, PrefillBatch) else self._plans[1]
+        plan = self.plans[0] if isinstance(batch, PrefillBatch) else self.plans[1]
         return plan if is_split else plan.unsplit
 
 
-def _forward(graphdef, plan, with_activations, params, cache, batch, placement):
+def _forward(graphdef, plan, params, cache, batch, placement):
+    hidden, cache, _ = _decode(graphdef, plan, params, cache, batch, placement)
+    return _ranked((hidden, cache))
+
+
+def _forward_with_load(graphdef, plan, params, state, batch, placement):
+    cache, load = state
+    hidden, cache, chosen = _decode(graphdef, plan, params, cache, batch, placement)
+    with jax.named_scope("load"):
+        load = add_load(load[0], chosen.physical_idx)
+    return _ranked((hidden, (cache, load), chosen.topk_idx))
+
+
+def _forward_with_activations(graphdef, plan, params, cache, batch, placement):
+    return _ranked(_decode(graphdef, plan, params, cache, batch, placement))
+
+
+def _decode(graphdef, plan, params, cache, batch, placement):
     model = nnx.merge(graphdef, params)
     cache = jax.tree.map(lambda x: x[0], cache)
-    hidden, cache, activations = model.model(of_rank(batch), cache, placement, plan)
-    out = (hidden, cache, activations) if with_activations else (hidden, cache)
+    return model.model(of_rank(batch), cache, placement, plan)
+
+
+def _ranked(out):
     return jax.tree.map(lambda x: x[None], out)
 
 
@@ -220,7 +266,7 @@ def _sample(graphdef, params, hidden, rows, sampling_batch, bias=None):
     logits = model.logits(hidden[0][rows[0]])
     local = jax.tree.map(lambda x: x[0], sampling_batch)
     sampled = sampling.sample(logits, local, None if bias is None else bias[0])
-    return jax.tree.map(lambda x: x[None], sampled)
+    return _ranked(sampled)
 
 
 def _score(graphdef, params, hidden, targets):
@@ -233,7 +279,7 @@ def _score(graphdef, params, hidden, targets):
         return jax.tree.map(lambda x: x[0], scored)
 
     scored = jax.lax.map(score_row, (hidden[0], jnp.maximum(targets[0], 0)), batch_size=SCORE_ROWS)
-    return jax.tree.map(lambda x: x[None], scored)
+    return _ranked(scored)
 
 
 def _logits(graphdef, params, hidden):

@@ -35,10 +35,12 @@ from jaxmoe.plan import ExecutionPlan, Quantization
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """What a comparison looks at: the residual stream after each layer and each router's choice."""
+    """What a comparison looks at: the residual stream after each layer and each router's choice, in
+    logical experts and in the physical ones that got the tokens."""
 
     hidden: tuple[Float[Array, "*D T H"], ...]
     topk_idx: tuple[Int32[Array, "*D T K"], ...]
+    physical_idx: tuple[Int32[Array, "*D T K"], ...]
 
 
 class DecoderLayer(nnx.Module):
@@ -120,10 +122,9 @@ class DeepseekModel(nnx.Module):
             run,
             is_pinned=overlap is not Overlap.NONE and plan.moe_a2a_backend != "reference",
         )
-        x, hidden, topk_idx = jax.tree.map(
-            lambda *parts: jnp.concatenate(parts), *((p.x, p.hidden, p.topk_idx) for p in passes)
+        x, activations = jax.tree.map(
+            lambda *parts: jnp.concatenate(parts), *((p.x, p.activations) for p in passes)
         )
-        activations = Activations(hidden=tuple(hidden), topk_idx=tuple(topk_idx))
         return self.norm(x), KVCache(latent=tuple(latent)), activations
 
 
@@ -132,7 +133,6 @@ class _DecoderPass:
 
     Attributes:
       x: the residual stream.
-      hidden, topk_idx: as in `Activations`.
     """
 
     def __init__(
@@ -152,8 +152,13 @@ class _DecoderPass:
         self._is_token = batch.positions >= 0
         self._rotate = rotation(batch.positions, model.config)
         self.x = model.embed_tokens(batch.token_ids)
-        self.hidden: list[Array] = []
-        self.topk_idx: list[Array] = []
+        self._hidden: list[Array] = []
+        self._topk_idx: list[Array] = []
+        self._physical_idx: list[Array] = []
+
+    @property
+    def activations(self) -> Activations:
+        return Activations(tuple(self._hidden), tuple(self._topk_idx), tuple(self._physical_idx))
 
     def run(self, op: Op, after: Array | None) -> Array:
         """Trace a stage; an array that it computes. It begins after `after`, if that is given, or
@@ -185,14 +190,15 @@ class _DecoderPass:
                 case Stage.SHARED_EXPERTS:
                     return self._moe.shared_experts(after)
                 case Stage.OUTPUT:
-                    self.topk_idx.append(self._moe.routing.topk_idx)
+                    self._topk_idx.append(self._moe.routing.topk_idx)
+                    self._physical_idx.append(self._moe.physical.topk_idx)
                     return self._finish(self._moe.output())
                 case _:
                     return getattr(self._moe, op.stage.value)(op.part, after)
 
     def _finish(self, y: Array) -> Array:
         self.x = self.x + y
-        self.hidden.append(self.x)
+        self._hidden.append(self.x)
         return self.x
 
 

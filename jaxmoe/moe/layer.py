@@ -73,15 +73,15 @@ class MoEPass:
                 rank=self._dispatcher.rank(),
                 slots_per_rank=self._plan.slots_per_rank,
             )
-        self._physical = Routing(topk_idx=topk_idx, topk_weights=self.routing.topk_weights)
+        self.physical = Routing(topk_idx=topk_idx, topk_weights=self.routing.topk_weights)
         return topk_idx
 
     def dispatch_start(self, part: int, after: Array | None) -> Array:
         here = self._parts[part]
         self._in_flight = self._dispatcher.dispatch_start(
             self._x[here],
-            self._physical.topk_idx[here],
-            self._physical.topk_weights[here],
+            self.physical.topk_idx[here],
+            self.physical.topk_weights[here],
             after=self._combined[-1] if self._combined else after,
         )
         return jax.tree.leaves(self._in_flight)[0]
@@ -92,7 +92,7 @@ class MoEPass:
 
     def experts(self, part: int, after: Array | None) -> Array:
         here = self._parts[part]
-        top_k = self._physical.topk_idx.shape[1]
+        top_k = self.physical.topk_idx.shape[1]
         self._y = self._layer.experts(
             self._arrived.tokens,
             dtype=self._x.dtype,

@@ -58,8 +58,7 @@ def compiled(model, steps, arrays):
     cache = kv_cache.allocate(
         model.config, model.mesh, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
     )
-    run = steps._forward[steps._plan(arrays), False]
-    return run.lower(model.params, cache, arrays, model.placement).compile(), cache
+    return steps.trace_forward(cache, arrays).lower().compile(), cache
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_loopback_changes_no_number(name, mode, request):
     how |= dict(moe_a2a_backend="loopback", fp8_dispatch=model.quantization is not None)
     steps = make_steps(model, **how)
     try:
-        group = join_ep_group(model, [plan for plan, _ in steps._forward], max_tokens=8)
+        group = join_ep_group(model, steps.plans, max_tokens=8)
         found = prefill_and_decode(model, steps)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         exchanges = model.config.num_moe_layers * 2 * (3 + 1)  # prefill in three parts
@@ -149,7 +148,7 @@ def test_ranks_leave_and_come_back_to_a_compiled_step(tmp_path_factory):
     model = load_model(directory, sharding.make_mesh(4), dtype=jnp.float32, num_slots=16)
     steps = make_steps(model, moe_a2a_backend="loopback")
     try:
-        group = join_ep_group(model, steps._plans, max_tokens=8)
+        group = join_ep_group(model, steps.plans, max_tokens=8)
         expected = prefill_and_decode(model, steps)
         compilations = CompilationCounter()
         for active in ([0, 1], [0, 1, 2, 3], [0, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]):
@@ -191,8 +190,7 @@ def test_the_cache_is_updated_in_place(model, steps, arrays):
     big = kv_cache.allocate(
         model.config, model.mesh, num_pages=16 * NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
     )
-    run = steps._forward[steps._plan(arrays), False]
-    larger = run.lower(model.params, big, arrays, model.placement).compile().memory_analysis()
+    larger = steps.trace_forward(big, arrays).lower().compile().memory_analysis()
     assert larger.temp_size_in_bytes < memory.temp_size_in_bytes + pool_bytes
     jax.block_until_ready(cache)
 

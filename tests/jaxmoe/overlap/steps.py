@@ -87,7 +87,7 @@ def compare(directory, num_members, member, name, devices, results):
     model = load_model(directory, sharding.make_mesh(devices), dtype=jnp.float32, ranks=ranks)
     steps = make_steps(model, "loopback", two_batch_overlap=True)
     group = join_ep_group(
-        model, steps._plans, max_tokens=PREFILL_TOKENS,
+        model, steps.plans, max_tokens=PREFILL_TOKENS,
         members=runtime.Members(num_members, member, name),
     )  # fmt: skip
     local = slice(ranks.first, ranks.first + devices)

@@ -115,8 +115,7 @@ def calls_of(model, steps, arrays):
     cache = kv_cache.allocate(
         model.config, model.mesh, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32
     )
-    run = steps._forward[steps._plan(arrays), False]
-    text = run.lower(model.params, cache, arrays, model.placement).compile().as_text()
+    text = steps.trace_forward(cache, arrays).lower().compile().as_text()
     assert "is_scheduled=true" in text
     entry = text[text.index("ENTRY") :]
     calls = []
@@ -136,7 +135,7 @@ def calls_of(model, steps, arrays):
 def test_the_compiled_order_is_the_schedule_s(model, phase, group):
     how = dict(tbo_decode_schedule="staggered") if "staggered" in phase else {}
     steps = make_steps(model, "loopback", two_batch_overlap=True, **how)
-    join_ep_group(model, steps._plans, max_tokens=PREFILL_TOKENS)
+    join_ep_group(model, steps.plans, max_tokens=PREFILL_TOKENS)
     prefill = batches.empty_prefill(2, PREFILL_TOKENS, NUM_PAGES)
     arrays = prefill if phase == "prefill" else batches.empty_decode(2, DECODE_ROWS, 4)
     layer = {
