@@ -67,11 +67,11 @@ def group():
 def test_overlap_changes_no_number(model, backend, how, group):
     sequential = make_steps(model, "reference", how.get("bound", 128))
     overlapped = make_steps(model, backend, **how)
-    join_ep_group(model, overlapped._plans, max_tokens=PREFILL_TOKENS)
+    join_ep_group(model, overlapped.plans, max_tokens=PREFILL_TOKENS)
     for lengths in LENGTHS.values():
         expected, found = run(model, sequential, lengths), run(model, overlapped, lengths)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert overlapped._plans[0].overlap is not Overlap.NONE
+    assert overlapped.plans[0].overlap is not Overlap.NONE
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_the_compiled_order_is_the_schedule_s(model, phase, group):
 
 
 def test_one_token_is_not_cut(model):
-    plan = make_steps(model, "reference", two_batch_overlap=True, single_batch_overlap=True)._plans[
+    plan = make_steps(model, "reference", two_batch_overlap=True, single_batch_overlap=True).plans[
         0
     ]
     assert plan.overlap_of(1) is Overlap.SINGLE_BATCH and plan.unsplit.overlap_of(
