@@ -313,7 +313,7 @@ class EpGroup:
     def agree(
         self, proposal: Sequence[int], *, timeout: float | None = None
     ) -> list[tuple[int, ...]]:
-        """The proposals of the members with active ranks, by member, at most 16 numbers each.
+        """The proposals of the members with active ranks, by member, at most 1024 numbers each.
 
         Waits for all of them; without timeout (seconds) as long as they live.
         """

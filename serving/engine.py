@@ -10,14 +10,17 @@ from functools import partial
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from custom_calls import deep_gemm
 from jaxmoe import batch as batches
-from jaxmoe import kv_cache, sampling
+from jaxmoe import kv_cache, sampling, sharding
+from jaxmoe.eplb.placement import ExpertPlacement
 from jaxmoe.plan import ExecutionPlan
 from jaxmoe.sampling import Sampled
 from jaxmoe.step import ShardedModel, Steps
+from serving.expert_load import ExpertLoad
 from serving.overlap import TwoBatchLimits, TwoBatchOverlap
 from serving.peers import Peers
 from serving.request import Request, SamplingParams, TokenLogprob
@@ -84,6 +87,11 @@ class StepResult:
 
 
 class Engine:
+    """Attributes:
+    load: what its steps count of the tokens that experts get.
+    topk_idx: the logical experts that the last step's tokens chose, [D, T, K] of each MoE layer.
+    """
+
     def __init__(
         self,
         model: ShardedModel,
@@ -96,7 +104,6 @@ class Engine:
     ):
         self.limits = limits
         self.num_ranks = model.mesh.size
-        self._model = model
         self._cache_dtype = model.dtype if cache_dtype is None else cache_dtype
         plans = {StepPhase.PREFILL: prefill, StepPhase.DECODE: decode}
         self.overlap = TwoBatchOverlap(
@@ -105,6 +112,24 @@ class Engine:
         )
         self._steps = Steps(model, prefill=prefill, decode=decode)
         self._cache = self._empty_cache()
+        self.load = ExpertLoad(lambda: self.model)
+        self.topk_idx: tuple[jax.Array, ...] = ()
+
+    @property
+    def model(self) -> ShardedModel:
+        return self._steps.model
+
+    def replace_experts(self, params: nnx.State, placement: ExpertPlacement) -> None:
+        """Step with this placement from now on, and with these parameters, whose experts lie so.
+
+        Compiles nothing: sizes must be as before.
+        """
+        self.load.read()  # of the old slots
+        self._steps.model = dataclasses.replace(
+            self.model,
+            params=params,
+            placement=jax.device_put(placement, sharding.replicated(self.model.mesh)),
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -114,11 +139,12 @@ class Engine:
         """A new, empty cache; whatever the old one held is gone."""
         del self._cache  # first: two may not fit
         self._cache = self._empty_cache()
+        self.load.reset()
 
     def _empty_cache(self) -> kv_cache.KVCache:
         return kv_cache.allocate(
-            self._model.config,
-            self._model.mesh,
+            self.model.config,
+            self.model.mesh,
             num_pages=self.limits.num_pages,
             page_size=self.limits.page_size,
             dtype=self._cache_dtype,
@@ -135,7 +161,7 @@ class Engine:
         different speed but run each program together.
         """
         for _, arrays, is_split in self._batches():
-            self._steps.trace_forward(self._cache, arrays, is_split=is_split)
+            self._steps.trace_forward(self._cache, arrays, self.load.counters, is_split=is_split)
         deep_gemm.wait(progress=True)
         programs = list(self._programs())
         for i, (what, run) in enumerate(programs):
@@ -237,7 +263,10 @@ class Engine:
         """A step on the engine's cache, cut in two where that is better unless it is said."""
         if is_split is None:
             is_split = self.overlap.is_split(_phase(arrays), arrays.token_ids.shape[1])
-        hidden, self._cache = self._steps.forward(self._cache, arrays, is_split=is_split)
+        hidden, self._cache, counters, self.topk_idx = self._steps.forward_with_load(
+            self._cache, self.load.counters, arrays, is_split=is_split
+        )
+        self.load.took(counters)
         return hidden
 
     def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:
@@ -252,7 +281,7 @@ class Engine:
             jax.block_until_ready(hidden)
             return {}
         sampled = self._steps.sample(
-            hidden, rows, *_sampling_arrays(rows.shape, requests, self._model.config.vocab_size)
+            hidden, rows, *_sampling_arrays(rows.shape, requests, self.model.config.vocab_size)
         )
         host = jax.tree.map(np.asarray, sampled)
         return {
@@ -283,7 +312,7 @@ class Engine:
             self._empty(phase, size),
             page_size=self.limits.page_size,
             num_pages=self.limits.num_pages,
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self.model.config.vocab_size,
         )
         jax.block_until_ready(self._forward(arrays, is_split))
 
@@ -302,7 +331,7 @@ class Engine:
         Each runs on what a step really returned: a compiled program is found again by where its
         arguments live, not by their shapes alone.
         """
-        limits, ranks, vocab = self.limits, self.num_ranks, self._model.config.vocab_size
+        limits, ranks, vocab = self.limits, self.num_ranks, self.model.config.vocab_size
         hidden: list[jax.Array] = []
 
         def forward(arrays: batches.Batch, is_split: bool) -> jax.Array:

@@ -5,6 +5,7 @@ decisions before have led to, which is the same on every member. Pure; no member
 """
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class Proposal(NamedTuple):
       stop: it has been asked to shut down and needs no more steps.
       flush: it has been asked to empty the cache.
       failed: its last step failed.
+      rebalance: what it wants of the rebalance under way, a `Rebalance`.
     """
 
     prefill_tokens: int = 0
@@ -28,6 +30,15 @@ class Proposal(NamedTuple):
     stop: int = 0
     flush: int = 0
     failed: int = 0
+    rebalance: int = 0
+
+
+class Rebalance(enum.IntEnum):
+    """What happens next to a rebalance of experts; all members go on together, any one ends it."""
+
+    WAIT = 0
+    GO_ON = 1
+    ABANDON = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +52,7 @@ class Decision:
       stop: every member wants to; this is the end.
       flush: some member asks for an empty cache; possible when `num_active` is 0.
       recover: some member's last step failed. Nothing else is done before that is mended.
+      rebalance: see `Rebalance`.
     """
 
     phase: StepPhase | None
@@ -49,6 +61,7 @@ class Decision:
     stop: bool
     flush: bool
     recover: bool
+    rebalance: Rebalance
 
 
 def decide(proposals: Sequence[Proposal], last_phase: StepPhase | None) -> Decision:
@@ -70,4 +83,11 @@ def decide(proposals: Sequence[Proposal], last_phase: StepPhase | None) -> Decis
         stop=all(proposal.stop for proposal in proposals),
         flush=any(proposal.flush for proposal in proposals),
         recover=any(proposal.failed for proposal in proposals),
+        rebalance=_rebalance([proposal.rebalance for proposal in proposals]),
     )
+
+
+def _rebalance(wishes: Sequence[int]) -> Rebalance:
+    if Rebalance.ABANDON in wishes:
+        return Rebalance.ABANDON
+    return Rebalance.GO_ON if set(wishes) == {Rebalance.GO_ON} else Rebalance.WAIT

@@ -17,16 +17,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from serving.engine import Engine, StepResult
-from serving.lockstep import Decision, Proposal, decide
+from serving.lockstep import Decision, Proposal, Rebalance, decide
 from serving.metrics import LoopMetrics
 from serving.peers import Peers
+from serving.rebalancer import Rebalancer
 from serving.request import FinishReason, Output, Phase, Request, TokenLogprob
-from serving.scheduler import ScheduledBatch, Scheduler, StepPhase
+from serving.scheduler import Scheduler, StepPhase
 
 
 logger = logging.getLogger(__name__)
@@ -78,12 +79,14 @@ class ServingLoop:
         *,
         eos_token_ids: tuple[int, ...],
         max_queued: int,
+        rebalancer: Rebalancer | None = None,
     ):
         self._engine = engine
         self._scheduler = scheduler
         self._make_text = make_text
         self._metrics = metrics
         self._peers = peers
+        self._rebalancer = rebalancer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_queued = max_queued
         self._active: dict[str, _Active] = {}
@@ -227,11 +230,13 @@ class ServingLoop:
             return True
         if decision.flush:
             self._flush(decision.num_active)
+        if self._rebalancer is not None and not self._rebalance(decision.rebalance):
+            return True
         if decision.phase is not None:
             self._step(decision.phase, decision.size)
         elif decision.stop:
             return False
-        else:
+        elif decision.rebalance is not Rebalance.GO_ON:
             self._scheduler.check_integrity()
             self._publish()
             self._peers.wait()
@@ -254,6 +259,7 @@ class ServingLoop:
             stop=int(self._stop),
             flush=int(bool(self._flushes)),
             failed=int(self._failure is not None),
+            rebalance=Rebalance.WAIT if self._rebalancer is None else self._rebalancer.wish,
         )
         proposals = [Proposal(*values) for values in self._peers.agree(mine)]
         return decide(proposals, self._last_phase)
@@ -266,13 +272,31 @@ class ServingLoop:
         try:
             results = self._engine.run(batch, size)
         except Exception as error:
-            self._fail(batch, error)
+            self._fail(batch.all_requests, error)
             return
+        finally:
+            if self._rebalancer is not None:
+                self._rebalancer.step(time.monotonic() - started)
         self._failures = 0
         now = time.monotonic()
         self._metrics.observe_step(batch, now - started)
         for result in results:
             self._take_result(result, now)
+
+    def _rebalance(self, decided: Rebalance) -> bool:
+        """Do what all members have decided on; False when this one has failed at it."""
+        assert self._rebalancer is not None
+        try:
+            if decided is Rebalance.ABANDON:
+                self._rebalancer.abandon("it did not end within its deadline")
+            elif decided is Rebalance.GO_ON:
+                self._rebalancer.advance()
+            else:
+                self._rebalancer.gather_if_due()
+        except Exception as error:
+            self._fail([], error)
+            return False
+        return True
 
     def _take_result(self, result: StepResult, now: float) -> None:
         request = result.request
@@ -386,14 +410,14 @@ class ServingLoop:
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """After a failed step: fail its requests, recompute the others, since the cache that was
         donated to the step is gone."""
         logger.exception("a step failed")
         self._failure = error
         self._failures += 1
         message = f"{type(error).__name__}: {error}"
-        for request in batch.all_requests:
+        for request in requests:
             self._finish(self._active[request.rid], Output(finish_reason="error", error=message))
         for running in self._scheduler.running:
             for request in list(running):
@@ -405,6 +429,8 @@ class ServingLoop:
         if self._failures >= MAX_CONSECUTIVE_FAILURES:
             raise RuntimeError(f"{self._failures} steps in a row failed") from failure
         self._peers.recover()
+        if self._rebalancer is not None:
+            self._rebalancer.abandon(f"a step failed: {failure or 'on another member'}")
         if failure is not None:
             self._reset_cache()
 

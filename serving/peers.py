@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 
+MAX_PROPOSAL = 1024
+"""Numbers that a member may propose at a time."""
+
+
 @runtime_checkable
 class Peers(Protocol):
     """What the serving loop needs of the members it steps together with."""
@@ -23,7 +27,8 @@ class Peers(Protocol):
         ...
 
     def agree(self, proposal: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every member's proposal, by member; blocks until all have made theirs.
+        """Every member's proposal, of at most `MAX_PROPOSAL` numbers, by member; blocks until all
+        have made theirs.
 
         Raises RuntimeError naming the member when one has died or stalls.
         """

@@ -53,7 +53,7 @@ struct EpGroupOptions {
 
 class EpGroup {
  public:
-  static constexpr int64_t kMaxProposal = 16;
+  static constexpr int64_t kMaxProposal = 1024;
 
   // Joins the group, or makes it; returns when all members have come. Throws std::runtime_error.
   explicit EpGroup(const EpGroupOptions& options);

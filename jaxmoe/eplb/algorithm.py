@@ -5,6 +5,7 @@ all layers at once. Loads are any non-negative numbers that add up: counts of ro
 """
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 
 def rebalance_experts(
@@ -72,6 +73,41 @@ def rebalance_experts(
     rows = np.arange(num_layers)[:, None]
     logical_to_physical[rows, physical_to_logical, ranks] = np.arange(num_replicas)[None]
     return physical_to_logical, logical_to_physical, num_of_expert
+
+
+def improve(weight: np.ndarray, slots: np.ndarray, num_gpus: int) -> np.ndarray:
+    """Slots [L, P] that `rebalance_experts` gives for the load [L, E], as near to `slots` as they
+    can be named. Layers that would not be better balanced by it stay as they are.
+
+    Ranks and the slots of a rank are interchangeable: ranks are matched so that most experts are
+    where they are already, and those keep their slots.
+    """
+    num_slots = slots.shape[1]
+    found, _, _ = rebalance_experts(weight, num_slots, 1, 1, num_gpus)
+    old_load, new_load = (rank_load(weight, of, num_gpus) for of in (slots, found))
+    is_better = new_load.max(-1) < old_load.max(-1)
+    improved = slots.copy()
+    for layer in np.flatnonzero(is_better):
+        shape = (num_gpus, num_slots // num_gpus)
+        improved[layer] = _rename(slots[layer].reshape(shape), found[layer].reshape(shape)).ravel()
+    return improved
+
+
+def _rename(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """The ranks of `new` [G, e], and the slots of each, in an order in which few differ from
+    `old`."""
+    experts = np.arange(max(old.max(), new.max()) + 1)
+    before, after = ((of[:, :, None] == experts).any(1).astype(np.float32) for of in (old, new))
+    _, chosen = linear_sum_assignment(before @ after.T, maximize=True)
+    renamed = np.full_like(old, -1)
+    for rank, of_rank in enumerate(new[chosen]):
+        left = list(of_rank)
+        for slot, expert in enumerate(old[rank]):
+            if expert in left:
+                left.remove(expert)
+                renamed[rank, slot] = expert
+        renamed[rank, renamed[rank] < 0] = left
+    return renamed
 
 
 def rank_load(counts: np.ndarray, physical_to_logical: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -109,12 +109,14 @@ def make_placement(physical_to_logical: np.ndarray, num_experts: int) -> ExpertP
             raise ValueError(f"layer {layer} has no slot for experts {missing.tolist()}")
     # An expert may at most own all the slots the others leave.
     max_replicas = num_slots - num_experts + 1
-    table = np.full((num_layers, num_experts, max_replicas), -1, np.int32)
+    layer = np.arange(num_layers)[:, None]
     replicas = np.zeros((num_layers, num_experts), np.int32)
-    for layer in range(num_layers):
-        for slot, expert in enumerate(physical_to_logical[layer]):
-            table[layer, expert, replicas[layer, expert]] = slot
-            replicas[layer, expert] += 1
+    np.add.at(replicas, (layer, physical_to_logical), 1)
+    by_expert = np.argsort(physical_to_logical, axis=1, kind="stable")
+    expert = np.take_along_axis(physical_to_logical, by_expert, axis=1)
+    first = np.cumsum(replicas, axis=1) - replicas
+    table = np.full((num_layers, num_experts, max_replicas), -1, np.int32)
+    table[layer, expert, np.arange(num_slots)[None] - first[layer, expert]] = by_expert
     return ExpertPlacement(
         physical_to_logical=np.array(physical_to_logical, np.int32),
         logical_to_physical=table,
