@@ -23,6 +23,7 @@ from jaxmoe.plan import (
 )
 from serving.engine import EngineLimits
 from serving.overlap import TwoBatchLimits
+from serving.rebalancer import EplbOptions
 
 
 DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
@@ -96,6 +97,18 @@ class ServerConfig:
     ep_num_redundant_experts: int | None = _flag(
         None, "expert slots beyond the experts; default: what makes them divide over the ranks"
     )
+    enable_eplb: bool = _flag(
+        False, "move experts while serving, so that ranks get equally many tokens"
+    )
+    eplb_rebalance_num_iterations: int = _flag(
+        1000, "steps whose tokens are counted before experts are moved"
+    )
+    eplb_rebalance_layers_per_chunk: int | None = _flag(
+        None, "layers switched to their new experts at a time; default: all"
+    )
+    eplb_min_rebalancing_utilization_threshold: float = _flag(
+        1.0, "mean over max of ranks' tokens from which on experts stay where they are"
+    )
     context_length: int | None = _flag(
         None, "longest sequence, prompt and output; default: the model's, at most 8192"
     )
@@ -121,7 +134,8 @@ class ServerConfig:
         for name in ("max_running_requests", "chunked_prefill_size", "page_size",
                      "max_dispatch_tokens_per_rank", "ep_size", "context_length",
                      "max_total_tokens", "nnodes", "tbo_min_prefill_tokens",
-                     "tbo_min_decode_requests"):  # fmt: skip
+                     "tbo_min_decode_requests", "eplb_rebalance_num_iterations",
+                     "eplb_rebalance_layers_per_chunk"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -148,6 +162,18 @@ class ServerConfig:
                 f"--tbo-token-distribution-threshold must be between 0 and 0.5, got "
                 f"{self.tbo_token_distribution_threshold}"
             )
+        if not 0 < self.eplb_min_rebalancing_utilization_threshold <= 1:
+            raise ValueError(
+                f"--eplb-min-rebalancing-utilization-threshold must be above 0 and at most 1, got "
+                f"{self.eplb_min_rebalancing_utilization_threshold}"
+            )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("eplb_") and value != field.default and not self.enable_eplb:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} ({value}) needs --enable-eplb, which is not "
+                    "given"
+                )
         for name in ("tbo_min_prefill_tokens", "tbo_min_decode_requests"):
             if getattr(self, name) is not None and not self.enable_two_batch_overlap:
                 raise ValueError(
@@ -176,6 +202,14 @@ class ServerConfig:
             self.tbo_min_prefill_tokens,
             self.tbo_min_decode_requests,
             self.tbo_token_distribution_threshold,
+        )
+
+    @property
+    def eplb_options(self) -> EplbOptions:
+        return EplbOptions(
+            self.eplb_rebalance_num_iterations,
+            self.eplb_rebalance_layers_per_chunk,
+            self.eplb_min_rebalancing_utilization_threshold,
         )
 
     def a2a_backend(self, platform: str) -> str:

@@ -24,6 +24,7 @@ from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.placement import num_expert_slots
+from jaxmoe.eplb.relocate import Relocator, relocation_plan
 from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
@@ -33,10 +34,11 @@ from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
 from serving.loop import ServingLoop
 from serving.member import MemberLink
-from serving.metrics import CountsCollector, GroupCollector, LoopMetrics
+from serving.metrics import CountsCollector, GroupCollector, LoopMetrics, observe_rebalancer
 from serving.overlap import TwoBatchLimits
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
+from serving.rebalancer import Rebalancer
 from serving.rendezvous import Rendezvous, join
 from serving.scheduler import Scheduler
 from serving.text import TextStream
@@ -153,7 +155,8 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
     plans = plans_of(config, model)
     members = runtime.Members(config.nnodes, config.node_rank, group_name, LOAD_TIMEOUT_SECONDS)
     most = max(limits.chunk_tokens, limits.max_running)
-    group = join_ep_group(model, plans, max_tokens=most, members=members)
+    moving = (relocation_plan(plans[0]),) if config.enable_eplb else ()
+    group = join_ep_group(model, plans + moving, max_tokens=most, members=members)
     if group is not None:
         registry.register(CountsCollector("ep", group.counters))
     peers = group or Alone()
@@ -161,7 +164,13 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
     if config.enable_two_batch_overlap:
         registry.register(CountsCollector("two_batch_overlap", lambda: engine.overlap.counts))
     _warm_up(engine, peers)
-    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers)
+    rebalancer = None
+    if config.enable_eplb:
+        relocator = Relocator(model, *moving, rows_at_a_time=most)
+        rebalancer = Rebalancer(engine, relocator, peers, config.eplb_options)
+        rebalancer.warmup()
+        observe_rebalancer(registry, rebalancer)
+    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers, rebalancer)
     return _Node(model, tokenizer, engine, loop, metrics, registry)
 
 
@@ -249,6 +258,7 @@ def make_loop(
     metrics: LoopMetrics,
     model_config: ModelConfig,
     peers: Peers,
+    rebalancer: Rebalancer | None = None,
 ) -> ServingLoop:
     """This member's loop. With several nodes their front bounds the queue, so its loops do not."""
     limits = engine.limits
@@ -261,6 +271,7 @@ def make_loop(
         peers,
         eos_token_ids=model_config.eos_token_ids,
         max_queued=config.max_queued_requests if config.nnodes == 1 else sys.maxsize,
+        rebalancer=rebalancer,
     )
 
 

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from jaxmoe.compilations import CompilationCounter
+from serving.rebalancer import Rebalancer
 from serving.scheduler import ScheduledBatch, ScheduledPrefill, Scheduler
 
 
@@ -97,6 +98,19 @@ class LoopMetrics:
         if self._compilations_when_ready is None:
             return 0
         return self._compilations.count - self._compilations_when_ready
+
+
+def observe_rebalancer(registry: CollectorRegistry, rebalancer: Rebalancer) -> None:
+    """Show what a rebalancer does and has found."""
+    registry.register(CountsCollector("eplb", lambda: rebalancer.counts))
+    Gauge(
+        "jaxmoe_eplb_balancedness", "Mean over max of ranks' tokens, of layers on average",
+        registry=registry,
+    ).set_function(lambda: rebalancer.balancedness)  # fmt: skip
+    Gauge(
+        "jaxmoe_eplb_longest_pause_seconds", "That moving experts kept steps waiting at a time",
+        registry=registry,
+    ).set_function(lambda: rebalancer.longest_pause)  # fmt: skip
 
 
 class CountsCollector(Collector):

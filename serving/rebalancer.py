@@ -92,6 +92,7 @@ class Rebalancer:
     """One member's part. All members call `step`, `gather_if_due` and `advance` at the same times.
 
     Attributes:
+      peers: the members; the loop's.
       counts: what it has done, for metrics.
       balancedness: of the load that ranks got in the last window; 1 before there is one.
       longest_pause: seconds that one piece of a rebalance has kept the steps waiting, at most.
@@ -100,7 +101,7 @@ class Rebalancer:
     def __init__(self, engine: Engine, relocator: Relocator, peers: Peers, options: EplbOptions):
         self._engine = engine
         self._relocator = relocator
-        self._peers = peers
+        self.peers = peers
         self._options = options
         self._slots = np.asarray(engine.model.placement.physical_to_logical)
         self._fetch_seconds = self._switch_seconds = 0.0
@@ -118,7 +119,7 @@ class Rebalancer:
         """Compile what moves weights, and measure it: every slot fetches its own expert."""
         params, move = self._engine.model.params, Move(np.arange(self._slots.shape[1]))
         for _ in range(3):  # the first compiles
-            self._peers.agree(())
+            self.peers.agree(())
             began = time.perf_counter()
             self._relocator.fetch(params, 0, move, 0)
             fetched = time.perf_counter()
@@ -169,7 +170,7 @@ class Rebalancer:
         else:
             self._deadline = time.monotonic() + self._options.deadline
             self._planner = _Planner(
-                lambda: self._plan(window), self._peers.wake, self._options.deadline
+                lambda: self._plan(window), self.peers.wake, self._options.deadline
             )
         self._paused_since(began)
 
@@ -215,7 +216,7 @@ class Rebalancer:
             [own.of_expert.ravel(), own.of_rank.ravel(), (times * MICROSECONDS).astype(np.int64)]
         )
         parts = [
-            self._peers.agree(values[start : start + MAX_PROPOSAL].tolist())
+            self.peers.agree(values[start : start + MAX_PROPOSAL].tolist())
             for start in range(0, len(values), MAX_PROPOSAL)
         ]
         of_members = np.concatenate([np.asarray(part) for part in parts], axis=1)

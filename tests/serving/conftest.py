@@ -19,6 +19,7 @@ from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
+from serving.rebalancer import Rebalancer
 from serving.request import Output, Request, SamplingParams, TokenLogprob
 from serving.scheduler import ScheduledBatch, ScheduledDecode, Scheduler
 
@@ -258,7 +259,12 @@ class StubEngine(Engine):
 
 
 def make_client(
-    engine: Engine, compilations: CompilationCounter, peers: Peers, *, prefix_cache: bool = True
+    engine: Engine,
+    compilations: CompilationCounter,
+    peers: Peers,
+    *,
+    prefix_cache: bool = True,
+    rebalancer: Rebalancer | None = None,
 ) -> Client:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
@@ -266,7 +272,14 @@ def make_client(
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
     scheduler = Scheduler(pools, limits.scheduler_limits, prefix_cache=prefix_cache)
     loop = ServingLoop(
-        engine, scheduler, NumberText, metrics, peers, eos_token_ids=(1,), max_queued=100
+        engine,
+        scheduler,
+        NumberText,
+        metrics,
+        peers,
+        eos_token_ids=(1,),
+        max_queued=100,
+        rebalancer=rebalancer,
     )
     metrics.mark_ready()
     return Client(loop, registry, pools, engine, scheduler)

@@ -38,6 +38,22 @@ def test_the_address_of_node_rank_0(address, expected):
             {"tbo_min_decode_requests": 8},
             r"--tbo-min-decode-requests \(8\) needs --enable-two-batch-overlap",
         ),
+        ({"eplb_rebalance_num_iterations": 5}, r"num-iterations \(5\) needs --enable-eplb, which"),
+        (
+            {"enable_eplb": True, "eplb_rebalance_num_iterations": 0},
+            "--eplb-rebalance-num-iterations must be at least 1, got 0",
+        ),
+        (
+            {"enable_eplb": True, "eplb_rebalance_layers_per_chunk": 0},
+            "--eplb-rebalance-layers-per-chunk must be at least 1, got 0",
+        ),
+        *(
+            (
+                {"enable_eplb": True, "eplb_min_rebalancing_utilization_threshold": threshold},
+                f"threshold must be above 0 and at most 1, got {threshold}$",
+            )
+            for threshold in (0.0, 1.5)
+        ),
         ({"dist_init_addr": "a:1"}, "--dist-init-addr is for --nnodes above 1, got a:1"),
         *(
             ({"nnodes": 2, "dist_init_addr": text}, f"must be HOST:PORT .* got {text}$")

@@ -39,8 +39,8 @@ def shared_memory():
     return {path for path in Path("/dev/shm").iterdir() if re.match("jaxmoe-[0-9a-f]", path.name)}
 
 
-def node(node_rank, *flags):
-    return Process("serving.cli", "serve", "--node-rank", str(node_rank), *flags)
+def node(node_rank, *flags, program="serving.cli"):
+    return Process(program, "serve", "--node-rank", str(node_rank), *flags)
 
 
 def ask(url, question):
@@ -84,6 +84,39 @@ def test_processes_answer_as_one_and_end_together(num_nodes, tmp_path):
             assert "member 1" in "".join(node_.lines)
         assert front.process.wait(30) == 1
     assert not shared_memory() - before
+
+
+def test_experts_move_between_processes_that_serve(tmp_path):
+    flags = (*FLAGS, "--nnodes", "4", "--dist-init-addr", f"127.0.0.1:{free_port()}",
+             "--compilation-cache-dir", str(tmp_path), "--ep-num-redundant-experts", "8",
+             "--enable-eplb", "--eplb-rebalance-num-iterations", "40",
+             "--eplb-rebalance-layers-per-chunk", "2")  # fmt: skip
+
+    def numbers(name):
+        metrics = httpx.get(f"{url}/metrics").text
+        return [float(found) for found in re.findall(rf"{name}{{[^}}]*}} (\S+)", metrics)]
+
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(node(rank, *flags, program="tests.serving.eager_eplb"))
+            for rank in range(4)
+        ]
+        url = nodes[0].read_until(r"Ready: (\S+)")[1]
+        questions = list(ANSWERS) * 4
+        for _ in range(20):
+            with ThreadPoolExecutor(8) as threads:
+                replies = list(threads.map(lambda question: ask(url, question), questions))
+            found = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
+            assert found == [ANSWERS[question] for question in questions]
+            if numbers("jaxmoe_eplb_rebalances_total")[0] >= 2:
+                break
+        moved = numbers("jaxmoe_eplb_moved_slots_total")
+        assert len(moved) == 4 and len(set(moved)) == 1 and moved[0] > 0
+        assert numbers("jaxmoe_eplb_abandoned_total") == [0.0] * 4
+        assert numbers("jaxmoe_compilations_after_ready") == [0.0] * 4
+        nodes[0].process.send_signal(signal.SIGINT)
+        for node_ in nodes:
+            assert node_.process.wait(30) == 0, node_.lines
 
 
 def test_nodes_that_differ_are_refused():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.lockstep import Proposal, decide
+from serving.lockstep import Proposal, Rebalance, decide
 from serving.pages import PagePool
 from serving.request import Phase, Request, SamplingParams
 from serving.scheduler import (
@@ -425,3 +425,19 @@ def test_one_member_can_ask_for_anything_but_the_end():
     assert (decision.flush, decision.recover, decision.stop) == (True, True, False)
     assert decision.num_active == 3
     assert decide([busy, busy], None).stop
+
+
+@pytest.mark.parametrize(
+    ("wishes", "decided"),
+    [
+        ("WAIT WAIT", "WAIT"),
+        ("WAIT GO_ON", "WAIT"),
+        ("GO_ON GO_ON", "GO_ON"),
+        ("GO_ON ABANDON", "ABANDON"),
+        ("WAIT ABANDON", "ABANDON"),
+    ],
+)
+def test_experts_move_when_all_are_ready_and_not_when_one_gives_up(wishes, decided):
+    for order in (wishes.split(), wishes.split()[::-1]):
+        proposals = [Proposal(rebalance=Rebalance[wish]) for wish in order]
+        assert decide(proposals, None).rebalance is Rebalance[decided]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.eplb.algorithm import balancedness, rank_load, rebalance_experts
+from jaxmoe.eplb.algorithm import balancedness, improve, rank_load, rebalance_experts
 
 
 # The example of DeepSeek's README: 16 slots, 4 groups, 2 nodes, 8 GPUs.
@@ -195,3 +195,30 @@ def test_replicas_share_their_experts_load():
                                   [[8, 6], [10, 10]])  # fmt: skip
     with pytest.raises(ValueError, match="4 slots do not divide over 3 ranks"):
         rank_load(counts, slots, 3)
+
+
+def ranks_of(slots, num_gpus):
+    """Of one layer: the experts of each rank, ranks and slots in an order of their own."""
+    return sorted(tuple(sorted(rank)) for rank in slots.reshape(num_gpus, -1).tolist())
+
+
+@given(problems(), st.integers(0, 2**16))
+@settings(max_examples=200, deadline=None)
+def test_improved_slots_are_the_new_ones_under_other_names(problem, seed):
+    weight, num_slots, _, _, num_gpus = problem
+    old_load = np.random.default_rng(seed).integers(0, 100, weight.shape)
+    slots, _, _ = rebalance_experts(old_load, num_slots, 1, 1, num_gpus)
+    found, _, _ = rebalance_experts(weight, num_slots, 1, 1, num_gpus)
+    improved = improve(weight, slots, num_gpus)
+    before, after = (rank_load(weight, of, num_gpus).max(-1) for of in (slots, improved))
+    for layer in range(len(weight)):
+        if (improved[layer] == slots[layer]).all():
+            new = rank_load(weight, found, num_gpus)[layer].max()
+            assert new >= before[layer] or ranks_of(found[layer], num_gpus) == ranks_of(
+                slots[layer], num_gpus
+            )
+            continue
+        assert after[layer] < before[layer]
+        assert ranks_of(improved[layer], num_gpus) == ranks_of(found[layer], num_gpus)
+        assert (improved[layer] != slots[layer]).sum() <= (found[layer] != slots[layer]).sum()
+    assert (improve(weight, improved, num_gpus) == improved).all()
