@@ -91,7 +91,7 @@ def _serve_http(
     connections: list[Connection],
 ) -> int:
     """Member 0, or the only one."""
-    node = _start_node(config, group_name)
+    node = start_node(config, group_name)
     loop: ServingLoop | MemberGroup = node.loop
     shown = node.registry
     if connections:
@@ -119,7 +119,7 @@ def _serve_as_member(config: ServerConfig) -> int:
     connection, welcome = join(config.dist_init_address, hello)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    node = _start_node(config, welcome.group_name)
+    node = start_node(config, welcome.group_name)
     node.metrics.mark_ready()
     logger.info("member %d of %d is ready", config.node_rank, config.nnodes)
     return _exit_status(MemberLink(node.loop, connection, node.registry).serve())
@@ -133,7 +133,7 @@ def _exit_status(error: str | None) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Node:
+class Node:
     """What runs in one process."""
 
     model: ShardedModel
@@ -144,7 +144,7 @@ class _Node:
     registry: CollectorRegistry
 
 
-def _start_node(config: ServerConfig, group_name: str) -> _Node:
+def start_node(config: ServerConfig, group_name: str) -> Node:
     """Load, join the expert-parallel group, warm up."""
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, CompilationCounter())
@@ -171,7 +171,7 @@ def _start_node(config: ServerConfig, group_name: str) -> _Node:
         rebalancer.warmup()
         observe_rebalancer(registry, rebalancer)
     loop = make_loop(config, engine, tokenizer, metrics, model.config, peers, rebalancer)
-    return _Node(model, tokenizer, engine, loop, metrics, registry)
+    return Node(model, tokenizer, engine, loop, metrics, registry)
 
 
 def _fingerprint(config: ServerConfig) -> dict[str, str]:
