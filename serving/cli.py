@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": ("jaxmoe.evaluation.cli", "measure accuracy on the evaluation sets"),
     "quantize": ("jaxmoe.checkpoint.quantize", "make an FP8 checkpoint of a bfloat16 one"),
     "compare": ("jaxmoe.reference.compare", "compare with the PyTorch reference, layer by layer"),
+    "eplb": ("jaxmoe.eplb.cli", "plan and simulate where experts lie, from recordings"),
     "trace": ("jaxmoe.overlap.trace", "write when a step computes and communicates, for Perfetto"),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.recording import RecordingMode
 from jaxmoe.overlap.split import DEFAULT_THRESHOLD
 from jaxmoe.plan import (
     DEEPEP_MODES,
@@ -24,6 +25,7 @@ from jaxmoe.plan import (
 from serving.engine import EngineLimits
 from serving.overlap import TwoBatchLimits
 from serving.rebalancer import EplbOptions
+from serving.recorder import RecorderOptions
 
 
 DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
@@ -33,6 +35,7 @@ DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length rai
 _OF_ONE_NODE = frozenset({
     "model_path", "served_model_name", "host", "port", "node_rank", "dist_init_addr",
     "max_queued_requests", "drain_timeout", "compilation_cache_dir", "log_level",
+    "init_expert_location", "expert_distribution_recorder_dir",
 })  # fmt: skip
 
 
@@ -109,6 +112,20 @@ class ServerConfig:
     eplb_min_rebalancing_utilization_threshold: float = _flag(
         1.0, "mean over max of ranks' tokens from which on experts stay where they are"
     )
+    init_expert_location: str = _flag(
+        "trivial",
+        "which expert each slot holds at first: trivial, expert p modulo experts in slot p, or a "
+        "file, a plan or a recording to plan by",
+    )
+    expert_distribution_recorder_mode: str = _flag(
+        "stat",
+        "what the recorder keeps: stat adds all steps up, per_pass and per_token do not",
+        choices=tuple(mode.value for mode in RecordingMode),
+    )
+    expert_distribution_recorder_buffer_size: int = _flag(
+        1000, "steps that per_pass and per_token keep, the last ones; -1 for all"
+    )
+    expert_distribution_recorder_dir: str = _flag(".", "where a node writes what it recorded")
     context_length: int | None = _flag(
         None, "longest sequence, prompt and output; default: the model's, at most 8192"
     )
@@ -143,6 +160,11 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        size = self.expert_distribution_recorder_buffer_size
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"--expert-distribution-recorder-buffer-size must be at least 1, or -1, got {size}"
+            )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
         if not 0 <= self.node_rank < self.nnodes:
@@ -210,6 +232,17 @@ class ServerConfig:
             self.eplb_rebalance_num_iterations,
             self.eplb_rebalance_layers_per_chunk,
             self.eplb_min_rebalancing_utilization_threshold,
+        )
+
+    @property
+    def recorder_options(self) -> RecorderOptions:
+        size = self.expert_distribution_recorder_buffer_size
+        return RecorderOptions(
+            RecordingMode(self.expert_distribution_recorder_mode),
+            None if size == -1 else size,
+            Path(self.expert_distribution_recorder_dir),
+            self.node_rank,
+            self.nnodes,
         )
 
     def a2a_backend(self, platform: str) -> str:

@@ -266,7 +266,7 @@ class Engine:
         hidden, self._cache, counters, self.topk_idx = self._steps.forward_with_load(
             self._cache, self.load.counters, arrays, is_split=is_split
         )
-        self.load.took(counters)
+        self.load.took(counters, int((arrays.positions >= 0).sum()))
         return hidden
 
     def _slots(self, request: Request, positions: np.ndarray) -> np.ndarray:

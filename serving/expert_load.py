@@ -24,13 +24,26 @@ class LoadTotals:
     Attributes:
       of_expert: [L, E], choices of logical experts.
       of_rank: [L, G], the same by the rank that got the token.
+      num_tokens: that the host has seen; each makes top-k choices in every layer.
     """
 
     of_expert: np.ndarray
     of_rank: np.ndarray
+    num_tokens: int = 0
+
+    def __add__(self, other: "LoadTotals") -> "LoadTotals":
+        return LoadTotals(
+            self.of_expert + other.of_expert,
+            self.of_rank + other.of_rank,
+            self.num_tokens + other.num_tokens,
+        )
 
     def __sub__(self, before: "LoadTotals") -> "LoadTotals":
-        return LoadTotals(self.of_expert - before.of_expert, self.of_rank - before.of_rank)
+        return LoadTotals(
+            self.of_expert - before.of_expert,
+            self.of_rank - before.of_rank,
+            self.num_tokens - before.num_tokens,
+        )
 
 
 class ExpertLoad:
@@ -48,20 +61,21 @@ class ExpertLoad:
             np.zeros((layers, config.n_routed_experts), np.int64),
             np.zeros((layers, ranks.ep_size), np.int64),
         )
-        self._num_steps = 0
+        self._num_steps = self._num_tokens = 0
         self.counters = self._empty()
 
-    def took(self, counters: jax.Array) -> None:
-        """A step has given back its counters."""
+    def took(self, counters: jax.Array, num_tokens: int) -> None:
+        """A step of this many tokens has given back its counters."""
         self.counters = counters
         self._num_steps += 1
+        self._num_tokens += num_tokens
         if self._num_steps == MAX_STEPS:
             self.read()
 
     def reset(self) -> None:
         """After a step that failed: what was not read is lost."""
         self.counters = self._empty()
-        self._num_steps = 0
+        self._num_steps = self._num_tokens = 0
 
     def read(self) -> LoadTotals:
         """What all steps have counted; waits for the last one."""
@@ -71,7 +85,11 @@ class ExpertLoad:
             of_expert = self._totals.of_expert.copy()
             np.add.at(of_expert, (np.arange(len(slots))[:, None], slots), of_slot)
             by_rank = of_slot.reshape(*self._totals.of_rank.shape, -1).sum(-1)
-            self._totals = LoadTotals(of_expert, self._totals.of_rank + by_rank)
+            self._totals = LoadTotals(
+                of_expert,
+                self._totals.of_rank + by_rank,
+                self._totals.num_tokens + self._num_tokens,
+            )
             self.reset()
         return self._totals
 

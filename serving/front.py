@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
+from serving.lockstep import Record
 from serving.loop import QueueFullError, ServingLoop
 from serving.request import Output, Request
 from serving.wire import (
@@ -153,6 +154,12 @@ class MemberGroup:
         if self.error is not None:
             raise RuntimeError(f"the serving loop has stopped: {self.error}")
         self._loop.flush_cache()  # its members agree on it
+
+    def record(self, what: Record) -> list[str]:
+        """As `ServingLoop.record`; each member writes a file in its own directory."""
+        if self.error is not None:
+            raise RuntimeError(f"the serving loop has stopped: {self.error}")
+        return self._loop.record(what)  # its members agree on it
 
     def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Take no more requests; those under way may finish for this many seconds. Then all members

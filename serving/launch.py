@@ -23,6 +23,7 @@ from jaxmoe.assets import EMBEDDED_MODEL, EMBEDDED_MODEL_NAME
 from jaxmoe.checkpoint import load_model
 from jaxmoe.compilations import CompilationCounter
 from jaxmoe.config import ModelConfig
+from jaxmoe.eplb.location import TRIVIAL, initial_slots
 from jaxmoe.eplb.placement import num_expert_slots
 from jaxmoe.eplb.relocate import Relocator, relocation_plan
 from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
@@ -39,6 +40,7 @@ from serving.overlap import TwoBatchLimits
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
 from serving.rebalancer import Rebalancer
+from serving.recorder import Recorder
 from serving.rendezvous import Rendezvous, join
 from serving.scheduler import Scheduler
 from serving.text import TextStream
@@ -170,17 +172,20 @@ def start_node(config: ServerConfig, group_name: str) -> Node:
         rebalancer = Rebalancer(engine, relocator, peers, config.eplb_options)
         rebalancer.warmup()
         observe_rebalancer(registry, rebalancer)
-    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers, rebalancer)
+    recorder = Recorder(engine, peers, config.recorder_options)
+    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers, recorder, rebalancer)
     return Node(model, tokenizer, engine, loop, metrics, registry)
 
 
 def _fingerprint(config: ServerConfig) -> dict[str, str]:
     """What must be equal on all nodes."""
-    model_config = (_model_directory(config) / "config.json").read_bytes()
-    return config.fingerprint | {
-        "jax": jax.__version__,
-        "config.json of the model": hashlib.sha256(model_config).hexdigest()[:16],
+    files = {"config.json of the model": _model_directory(config) / "config.json"}
+    if config.init_expert_location != TRIVIAL:
+        files["--init-expert-location"] = Path(config.init_expert_location)
+    digests = {
+        what: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for what, file in files.items()
     }
+    return config.fingerprint | {"jax": jax.__version__} | digests
 
 
 def prepare_devices(ep_size: int | None, compilation_cache_dir: str | None) -> None:
@@ -204,12 +209,14 @@ def load(config: ServerConfig, directory: Path) -> ShardedModel:
     num_slots = num_expert_slots(
         model_config.n_routed_experts, ranks.ep_size, config.ep_num_redundant_experts
     )
+    slots = initial_slots(config.init_expert_location, model_config, num_slots, ranks.ep_size)
     started = time.monotonic()
     dtype = resolve_dtype(config.dtype, model_config)
     quantization = resolve_quantization(config.quantization, model_config)
     model = load_model(
-        directory, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots, ranks=ranks
-    )
+        directory, mesh, dtype=dtype, quantization=quantization, num_slots=num_slots, slots=slots,
+        ranks=ranks,
+    )  # fmt: skip
     logger.info(
         "loaded %s in %.1f s: %s%s, %d ranks of %d expert slots",
         directory.name, time.monotonic() - started, dtype,
@@ -258,6 +265,7 @@ def make_loop(
     metrics: LoopMetrics,
     model_config: ModelConfig,
     peers: Peers,
+    recorder: Recorder,
     rebalancer: Rebalancer | None = None,
 ) -> ServingLoop:
     """This member's loop. With several nodes their front bounds the queue, so its loops do not."""
@@ -271,6 +279,7 @@ def make_loop(
         peers,
         eos_token_ids=model_config.eos_token_ids,
         max_queued=config.max_queued_requests if config.nnodes == 1 else sys.maxsize,
+        recorder=recorder,
         rebalancer=rebalancer,
     )
 

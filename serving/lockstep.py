@@ -22,6 +22,7 @@ class Proposal(NamedTuple):
       flush: it has been asked to empty the cache.
       failed: its last step failed.
       rebalance: what it wants of the rebalance under way, a `Rebalance`.
+      record: what it has been asked for of the recorder, a `Record`.
     """
 
     prefill_tokens: int = 0
@@ -31,6 +32,7 @@ class Proposal(NamedTuple):
     flush: int = 0
     failed: int = 0
     rebalance: int = 0
+    record: int = 0
 
 
 class Rebalance(enum.IntEnum):
@@ -39,6 +41,15 @@ class Rebalance(enum.IntEnum):
     WAIT = 0
     GO_ON = 1
     ABANDON = 2
+
+
+class Record(enum.IntEnum):
+    """What the recorders of the expert distribution are asked for; any member's asking will do."""
+
+    NOTHING = 0
+    START = 1
+    STOP = 2
+    DUMP = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +64,7 @@ class Decision:
       flush: some member asks for an empty cache; possible when `num_active` is 0.
       recover: some member's last step failed. Nothing else is done before that is mended.
       rebalance: see `Rebalance`.
+      record: what all recorders do.
     """
 
     phase: StepPhase | None
@@ -62,6 +74,7 @@ class Decision:
     flush: bool
     recover: bool
     rebalance: Rebalance
+    record: Record
 
 
 def decide(proposals: Sequence[Proposal], last_phase: StepPhase | None) -> Decision:
@@ -84,6 +97,7 @@ def decide(proposals: Sequence[Proposal], last_phase: StepPhase | None) -> Decis
         flush=any(proposal.flush for proposal in proposals),
         recover=any(proposal.failed for proposal in proposals),
         rebalance=_rebalance([proposal.rebalance for proposal in proposals]),
+        record=Record(max(proposal.record for proposal in proposals)),
     )
 
 

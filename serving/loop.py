@@ -11,6 +11,7 @@ changes the group, the end, an empty cache, a mended failure, is decided in the 
     submit -> waiting -> prefill chunks -> decode steps -> last Output
 """
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -22,10 +23,11 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from serving.engine import Engine, StepResult
-from serving.lockstep import Decision, Proposal, Rebalance, decide
+from serving.lockstep import Decision, Proposal, Rebalance, Record, decide
 from serving.metrics import LoopMetrics
 from serving.peers import Peers
 from serving.rebalancer import Rebalancer
+from serving.recorder import Recorder
 from serving.request import FinishReason, Output, Phase, Request, TokenLogprob
 from serving.scheduler import Scheduler, StepPhase
 
@@ -79,6 +81,7 @@ class ServingLoop:
         *,
         eos_token_ids: tuple[int, ...],
         max_queued: int,
+        recorder: Recorder,
         rebalancer: Rebalancer | None = None,
     ):
         self._engine = engine
@@ -86,6 +89,7 @@ class ServingLoop:
         self._make_text = make_text
         self._metrics = metrics
         self._peers = peers
+        self._recorder = recorder
         self._rebalancer = rebalancer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_queued = max_queued
@@ -104,6 +108,7 @@ class ServingLoop:
         # Of the loop's thread: what it will propose besides work, and what it has seen.
         self._stop = False
         self._flushes: list[Future[None]] = []
+        self._records: collections.deque[tuple[Record, Future[list[str]]]] = collections.deque()
         self._failure: Exception | None = None
         self._failures = 0
         self._last_phase: StepPhase | None = None
@@ -175,13 +180,26 @@ class ServingLoop:
         """Forget everything cached, on all members. Raises RuntimeError while any serves a
         request."""
         done: Future[None] = Future()
+        self._ask(lambda: self._flushes.append(done))
+        done.result(timeout=60)
+
+    def record(self, what: Record) -> list[str]:
+        """Start, stop or dump a recording of the expert distribution, on all members.
+
+        Returns the files that a dump has written. Raises RuntimeError when it cannot be done now,
+        OSError when a file cannot be written.
+        """
+        done: Future[list[str]] = Future()
+        self._ask(lambda: self._records.append((what, done)))
+        return done.result(timeout=600)
+
+    def _ask(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self.error is not None:
                 raise RuntimeError(f"the serving loop has stopped: {self.error}")
             if not self._accepting:
                 raise RuntimeError("the server is shutting down")
-            self._command(lambda: self._flushes.append(done))
-        done.result(timeout=60)
+            self._command(command)
 
     def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Take no more requests; those under way may finish for this many seconds.
@@ -230,6 +248,9 @@ class ServingLoop:
             return True
         if decision.flush:
             self._flush(decision.num_active)
+        if decision.record is not Record.NOTHING:
+            self._record(decision.record)
+            return True
         if self._rebalancer is not None and not self._rebalance(decision.rebalance):
             return True
         if decision.phase is not None:
@@ -260,6 +281,7 @@ class ServingLoop:
             flush=int(bool(self._flushes)),
             failed=int(self._failure is not None),
             rebalance=Rebalance.WAIT if self._rebalancer is None else self._rebalancer.wish,
+            record=self._records[0][0] if self._records else Record.NOTHING,
         )
         proposals = [Proposal(*values) for values in self._peers.agree(mine)]
         return decide(proposals, self._last_phase)
@@ -269,14 +291,16 @@ class ServingLoop:
         batch = self._scheduler.next(phase)
         self._publish()
         started = time.monotonic()
+        results: list[StepResult] | None = None
         try:
             results = self._engine.run(batch, size)
         except Exception as error:
             self._fail(batch.all_requests, error)
+        if self._rebalancer is not None:
+            self._rebalancer.step(time.monotonic() - started)
+        self._recorder.step(failed=results is None)
+        if results is None:
             return
-        finally:
-            if self._rebalancer is not None:
-                self._rebalancer.step(time.monotonic() - started)
         self._failures = 0
         now = time.monotonic()
         self._metrics.observe_step(batch, now - started)
@@ -407,6 +431,22 @@ class ServingLoop:
             else:
                 flush.set_exception(error)
 
+    def _record(self, what: Record) -> None:
+        """What all members do when one has been asked for it."""
+        asked = (
+            self._records.popleft()[1] if self._records and self._records[0][0] is what else None
+        )
+        try:
+            files = self._recorder.act(what)
+        except Exception as error:
+            if asked is not None:
+                asked.set_exception(error)
+            if not isinstance(error, RuntimeError | OSError):
+                raise
+        else:
+            if asked is not None:
+                asked.set_result(files)
+
     def _request_stop(self) -> None:
         self._stop = True
 
@@ -453,6 +493,8 @@ class ServingLoop:
         self._active.clear()
         for flush in self._flushes:
             flush.set_exception(RuntimeError(f"the serving loop has stopped: {reason}"))
+        for _, done in self._records:
+            done.set_exception(RuntimeError(f"the serving loop has stopped: {reason}"))
         with self._lock:
             self._num_waiting = 0
         self._watcher()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -32,6 +33,7 @@ def load_model(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    slots: np.ndarray | None = None,
     ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """The model in this directory, whichever kind it is; see `load_hf` and `load_orbax`."""
@@ -44,6 +46,7 @@ def load_model(
             dtype=dtype,
             quantization=quantization,
             num_slots=num_slots,
+            slots=slots,
             ranks=ranks,
         )
     if not model_dir.is_dir():

@@ -52,24 +52,26 @@ def load_hf(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    slots: np.ndarray | None = None,
     ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """A model from a directory of safetensors, in `dtype` (routers in float32).
 
     With a `quantization` its matrices are FP8, whatever the directory holds; without, none is.
     `num_slots` is the number of physical experts over all ranks, by default the fewest that hold
-    every expert and divide over the ranks; slot p holds expert p % n_routed_experts.
+    every expert and divide over the ranks; slot p holds expert p % n_routed_experts unless `slots`
+    [L, num_slots] says what it holds.
 
     Raises CheckpointError naming tensor and file, ValueError for an impossible `num_slots` or a
     configuration that cannot run in FP8.
     """
     source = HfCheckpoint.open(model_dir, quantization)
 
-    def load(parameters: Sequence[Parameter], slots: np.ndarray) -> dict[str, jax.Array]:
+    def load(parameters: Sequence[Parameter], own_slots: np.ndarray) -> dict[str, jax.Array]:
         source.check(parameters)
         return {
             parameter.name: place_array(
-                parameter, mesh, lambda rows, p=parameter: source.read_rows(p, rows, slots)
+                parameter, mesh, lambda rows, p=parameter: source.read_rows(p, rows, own_slots)
             )
             for parameter in parameters
         }
@@ -80,6 +82,7 @@ def load_hf(
         dtype=dtype,
         quantization=quantization,
         num_slots=num_slots,
+        slots=slots,
         ranks=ranks,
         load=load,
     )

@@ -109,11 +109,12 @@ def build_model(
     dtype: DTypeLike,
     quantization: Quantization | None,
     num_slots: int | None,
+    slots: np.ndarray | None,
     ranks: sharding.EpRanks | None,
     load: Callable[[Sequence[Parameter], np.ndarray], dict[str, jax.Array]],
 ) -> ShardedModel:
-    """The model with the arrays that `load(parameters, slots)` returns by name, where `slots` says
-    which expert each slot on the mesh holds, [L, p]."""
+    """The model with the arrays that `load(parameters, own_slots)` returns by name, where
+    `own_slots` says which expert each slot on the mesh holds, [L, p]."""
     num_experts = config.n_routed_experts
     ranks = ranks or sharding.EpRanks(mesh.size)
     ep_size = ranks.ep_size
@@ -125,7 +126,14 @@ def build_model(
             f"num_physical_experts ({num_slots}) must be divisible by ep_size ({ep_size}); "
             f"{suggestion} would be"
         )
-    placement = placements.trivial_placement(config.num_moe_layers, num_experts, num_slots)
+    if slots is None:
+        placement = placements.trivial_placement(config.num_moe_layers, num_experts, num_slots)
+    else:
+        if slots.shape != (config.num_moe_layers, num_slots):
+            raise ValueError(
+                f"slots must be [{config.num_moe_layers}, {num_slots}], got {slots.shape}"
+            )
+        placement = placements.make_placement(slots, num_experts)
     start, count = (n * (num_slots // ep_size) for n in (ranks.first, mesh.size))
     graphdef, abstract = abstract_model(config, count, dtype, quantization)
     parameters = list_parameters(config, count, dtype, quantization)

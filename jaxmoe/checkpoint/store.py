@@ -108,6 +108,7 @@ def load_orbax(
     dtype: DTypeLike,
     quantization: Quantization | None = None,
     num_slots: int | None = None,
+    slots: np.ndarray | None = None,
     ranks: EpRanks | None = None,
 ) -> ShardedModel:
     """As `load_hf`, from a directory made by `convert`, which must have stored FP8 weights for a
@@ -126,12 +127,12 @@ def load_orbax(
             f"with --quantization {wanted}"
         )
 
-    def load(parameters: Sequence[Parameter], slots: np.ndarray) -> dict[str, jax.Array]:
+    def load(parameters: Sequence[Parameter], own_slots: np.ndarray) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
         with ocp.PyTreeCheckpointer() as checkpointer:
             for part, members in _parts(parameters):
                 path = model_dir / "weights" / part
-                arrays |= _restore_part(checkpointer, path, members, config, mesh, slots)
+                arrays |= _restore_part(checkpointer, path, members, config, mesh, own_slots)
         return arrays
 
     return build_model(
@@ -140,6 +141,7 @@ def load_orbax(
         dtype=dtype,
         quantization=quantization,
         num_slots=num_slots,
+        slots=slots,
         ranks=ranks,
         load=load,
     )

@@ -26,6 +26,7 @@ from serving.http.logprobs import native_logprobs, native_top_logprobs
 from serving.http.openai import DONE, event
 from serving.http.protocol import AbortBody, GenerateBody, read_body
 from serving.http.service import Service
+from serving.lockstep import Record
 from serving.request import SamplingParams
 
 
@@ -73,6 +74,29 @@ def make_router(service: Service, registry: CollectorRegistry) -> APIRouter:
         except RuntimeError as error:
             raise invalid(None, f"the cache was not flushed: {error}") from error
         return JSONResponse({"status": "flushed"})
+
+    async def record(what: Record) -> list[str]:
+        _check_alive(service)
+        try:
+            return await asyncio.to_thread(service.loop.record, what)
+        except RuntimeError as error:
+            raise invalid(None, str(error)) from error
+        except OSError as error:
+            raise failed(str(error)) from error
+
+    @router.post("/start_expert_distribution_record")
+    async def start_expert_distribution_record() -> Response:
+        await record(Record.START)
+        return JSONResponse({"status": "recording"})
+
+    @router.post("/stop_expert_distribution_record")
+    async def stop_expert_distribution_record() -> Response:
+        await record(Record.STOP)
+        return JSONResponse({"status": "stopped"})
+
+    @router.post("/dump_expert_distribution_record")
+    async def dump_expert_distribution_record() -> Response:
+        return JSONResponse({"files": await record(Record.DUMP)})
 
     @router.post("/abort_request")
     async def abort_request(http: HttpRequest) -> Response:

@@ -20,6 +20,7 @@ from serving.metrics import LoopMetrics
 from serving.pages import PagePool
 from serving.peers import Alone, Peers
 from serving.rebalancer import Rebalancer
+from serving.recorder import Recorder, RecorderOptions
 from serving.request import Output, Request, SamplingParams, TokenLogprob
 from serving.scheduler import ScheduledBatch, ScheduledDecode, Scheduler
 
@@ -265,6 +266,7 @@ def make_client(
     *,
     prefix_cache: bool = True,
     rebalancer: Rebalancer | None = None,
+    recorder_options: RecorderOptions | None = None,
 ) -> Client:
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
@@ -279,6 +281,7 @@ def make_client(
         peers,
         eos_token_ids=(1,),
         max_queued=100,
+        recorder=Recorder(engine, peers, recorder_options or RecorderOptions()),
         rebalancer=rebalancer,
     )
     metrics.mark_ready()

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from jaxmoe.tokenizer import Tokenizer
 from serving.http import ModelInfo, make_app
+from serving.lockstep import Record
 from serving.loop import QueueFullError
 from serving.request import Output, Request, TokenLogprob
 from serving.text import TextStream
@@ -117,6 +118,8 @@ class FakeLoop:
         self.error: str | None = None
         self.refusal: str | None = None
         self.num_flushes = 0
+        self.records: list[Record] = []
+        self.record_error: Exception | None = None
         self.is_paused = False
         self.seconds_per_token = 0.001
 
@@ -147,6 +150,12 @@ class FakeLoop:
         if self.playing:
             raise RuntimeError("1 request is running")
         self.num_flushes += 1
+
+    def record(self, what: Record) -> list[str]:
+        if self.record_error is not None:
+            raise self.record_error
+        self.records.append(what)
+        return ["a.npz"] if what is Record.DUMP else []
 
     num_waiting = 0
 
@@ -677,6 +686,22 @@ def test_flush_cache(client, loop):
         response = client.post("/flush_cache")
         assert response.status_code == 400 and "running" in response.json()["error"]["message"]
         loop.is_paused = False
+
+
+def test_expert_distribution_record(client, loop):
+    for action, answer in (
+        ("start", {"status": "recording"}),
+        ("stop", {"status": "stopped"}),
+        ("dump", {"files": ["a.npz"]}),
+    ):
+        response = client.post(f"/{action}_expert_distribution_record")
+        assert (response.status_code, response.json()) == (200, answer)
+    assert loop.records == [Record.START, Record.STOP, Record.DUMP]
+    for error, status in ((RuntimeError("not now"), 400), (OSError("no space"), 500)):
+        loop.record_error = error
+        response = client.post("/dump_expert_distribution_record")
+        assert response.status_code == status
+        assert str(error) in response.json()["error"]["message"]
 
 
 def test_metrics(client):

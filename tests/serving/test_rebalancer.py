@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from jaxmoe import sharding
-from jaxmoe.checkpoint import RANDOM_CONFIGS, load_model, write_random_checkpoint
+from jaxmoe.checkpoint import RANDOM_CONFIGS, convert, load_model, write_random_checkpoint
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.relocate import Relocator, relocation_plan
 from jaxmoe.plan import make_plans
@@ -361,3 +361,17 @@ def test_the_share_of_routed_experts():
         "v_head_dim": 128, "vocab_size": 129280, "n_group": 8, "topk_group": 4,
     })  # fmt: skip
     assert routed_share(config) == pytest.approx(58 * 8 * 3 * 7168 * 2048 / 37.5e9, rel=0.03)
+
+
+def test_experts_start_where_they_are_said_to(checkpoint, original, tmp_path):
+    """From both kinds of checkpoints."""
+    rng = np.random.default_rng(0)
+    slots = np.stack([np.append(rng.permutation(16), rng.integers(0, 16, 4)) for _ in range(3)])
+    for directory in (checkpoint, convert(checkpoint, tmp_path / "orbax")):
+        model = load_model(
+            directory, sharding.make_mesh(4), dtype=jnp.float32, num_slots=20, slots=slots
+        )
+        np.testing.assert_array_equal(np.asarray(model.placement.physical_to_logical), slots)
+        for layer, arrays in enumerate(weights_of(model)):
+            for array, of_expert in zip(arrays, original[layer], strict=True):
+                np.testing.assert_array_equal(array, of_expert[slots[layer]])
