@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--output", type=Path, required=True, metavar="FILE", help="a picture: .svg, .png"
             )
             continue
-        many = {"nargs": "+"} if name == "simulate" else {}
+        many: dict[str, Any] = {"nargs": "+"} if name == "simulate" else {}
         action.add_argument(
             "--ep-size", type=int, metavar="N", help="ranks; default: the recording's", **many
         )

@@ -15,6 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.http.errors import client_gone, failed, invalid, unavailable
+from serving.lockstep import Record
 from serving.loop import QueueFullError
 from serving.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 
@@ -39,6 +40,8 @@ class Loop(Protocol):
     def abort_all(self) -> int: ...
 
     def flush_cache(self) -> None: ...
+
+    def record(self, what: Record) -> list[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
