@@ -16,9 +16,10 @@ from serving.lockstep import Record
 from serving.loop import QueueFullError, ServingLoop
 from serving.request import Output, Request
 from serving.wire import (
+    CODEC,
     Abort,
     AskMetrics,
-    Connection,
+    MemberConnection,
     Message,
     Metrics,
     NewRequest,
@@ -26,7 +27,6 @@ from serving.wire import (
     Shutdown,
     State,
     Submit,
-    encode,
 )
 
 
@@ -48,7 +48,7 @@ class _Remote:
     """Another member, as far as it is known here."""
 
     member: int
-    connection: Connection
+    connection: MemberConnection
     state: State = dataclasses.field(default_factory=State)
     num_sent: int = 0
     is_gone: bool = False
@@ -71,7 +71,9 @@ class MemberGroup:
     At most `max_queued` requests wait in all of them; the loops' own bounds must not be smaller.
     """
 
-    def __init__(self, loop: ServingLoop, connections: Sequence[Connection], *, max_queued: int):
+    def __init__(
+        self, loop: ServingLoop, connections: Sequence[MemberConnection], *, max_queued: int
+    ):
         self._loop = loop
         self._max_queued = max_queued
         self._remotes = [
@@ -117,7 +119,9 @@ class MemberGroup:
             self._check(requests)
             placed = self._place(requests)
             lines = {
-                member: encode(Submit([NewRequest(r.rid, r.prompt_ids, r.params) for r in of_it]))
+                member: CODEC.encode(
+                    Submit([NewRequest(r.rid, r.prompt_ids, r.params) for r in of_it])
+                )
                 for member, of_it in placed.items()
                 if member != 0
             }

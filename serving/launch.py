@@ -44,7 +44,7 @@ from serving.recorder import Recorder
 from serving.rendezvous import Rendezvous, join
 from serving.scheduler import Scheduler
 from serving.text import TextStream
-from serving.wire import Connection, Hello
+from serving.wire import Hello, MemberConnection
 
 
 __all__ = ["add_arguments", "run", "serve"]
@@ -90,7 +90,7 @@ def _serve_http(
     config: ServerConfig,
     listener: socket.socket,
     group_name: str,
-    connections: list[Connection],
+    connections: list[MemberConnection],
 ) -> int:
     """Member 0, or the only one."""
     node = start_node(config, group_name)

@@ -11,7 +11,7 @@ from serving.request import Output, Request
 from serving.wire import (
     Abort,
     AskMetrics,
-    Connection,
+    MemberConnection,
     Message,
     Metrics,
     Progress,
@@ -32,7 +32,9 @@ class MemberLink:
     `registry` is what the front shows of this member.
     """
 
-    def __init__(self, loop: ServingLoop, connection: Connection, registry: CollectorRegistry):
+    def __init__(
+        self, loop: ServingLoop, connection: MemberConnection, registry: CollectorRegistry
+    ):
         self._loop = loop
         self._connection = connection
         self._registry = registry

@@ -11,7 +11,8 @@ import socket
 import time
 from collections.abc import Mapping
 
-from serving.wire import Connection, Hello, Refusal, Welcome, decode, encode, format_address
+from serving.connection import Connection, format_address
+from serving.wire import CODEC, Hello, MemberConnection, Refusal, Welcome
 
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Rendezvous:
         group_name: str,
         *,
         timeout: float = TIMEOUT_SECONDS,
-    ) -> list[Connection]:
+    ) -> list[MemberConnection]:
         """Connections to members 1, 2, ..., all welcomed.
 
         Raises TimeoutError naming the node ranks that did not come in time.
@@ -73,7 +74,7 @@ class Rendezvous:
                         f"connect to {format_address(*self.address)} within {timeout:g} s"
                     )
                 gathering.advance(remaining)
-            connections = [Connection(member) for member in gathering.take_members()]
+            connections = [Connection(member, CODEC) for member in gathering.take_members()]
         for connection in connections:
             connection.send(Welcome(group_name))
         return connections
@@ -135,7 +136,7 @@ class _Gathering:
 
     def _greet(self, connected: socket.socket) -> None:
         try:
-            hello = decode(self._heard[connected])
+            hello = CODEC.decode(self._heard[connected])
         except ValueError as error:
             self._refuse(connected, f"that is no message: {error}")
             return
@@ -170,7 +171,7 @@ class _Gathering:
     def _refuse(self, connected: socket.socket, reason: str) -> None:
         logger.warning("refused %s: %s", connected.getpeername(), reason)
         with contextlib.suppress(OSError):
-            connected.sendall(encode(Refusal(reason)))
+            connected.sendall(CODEC.encode(Refusal(reason)))
         self._drop(connected)
 
     def _drop(self, connected: socket.socket) -> None:
@@ -184,7 +185,7 @@ class _Gathering:
 
 def join(
     address: tuple[str, int], hello: Hello, *, timeout: float = TIMEOUT_SECONDS
-) -> tuple[Connection, Welcome]:
+) -> tuple[MemberConnection, Welcome]:
     """Connect to member 0, which may still have to start.
 
     Raises ValueError with the reason when it refuses, TimeoutError when it is not reached, or does
@@ -203,12 +204,12 @@ def join(
                 stack.enter_context(connected)
                 line = _ask(connected, hello, deadline)
                 if line.endswith(b"\n"):
-                    answer = decode(line)
+                    answer = CODEC.decode(line)
                     if isinstance(answer, Refusal):
                         raise ValueError(f"refused by node rank 0 at {where}: {answer.reason}")
                     if isinstance(answer, Welcome):
                         stack.pop_all()
-                        return Connection(connected), answer
+                        return Connection(connected, CODEC), answer
                     raise ValueError(f"node rank 0 at {where} answered hello with {answer.kind}")
                 reason = "no answer before the connection or the time ended"
         time.sleep(max(0.0, min(RETRY_SECONDS, deadline - time.monotonic())))
@@ -222,7 +223,7 @@ def _ask(connected: socket.socket, hello: Hello, deadline: float) -> bytes:
     if connected.getsockname() == connected.getpeername():
         return line
     with contextlib.suppress(OSError):
-        connected.sendall(encode(hello))
+        connected.sendall(CODEC.encode(hello))
         while not line.endswith(b"\n"):
             connected.settimeout(max(0.001, deadline - time.monotonic()))
             # Byte by byte: what follows the line is for `Connection` to read.

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxmoe.tokenizer import Tokenizer
 from serving import member as member_module
 from serving import wire
+from serving.connection import Connection
 from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
 from serving.http.calls import Loop
@@ -28,7 +29,7 @@ from serving.member import MemberLink
 from serving.metrics import GroupCollector
 from serving.rendezvous import Rendezvous, join
 from serving.request import Output, Request, SamplingParams, TokenLogprob
-from serving.wire import Connection, Hello, NewRequest, Progress, Refusal, Submit
+from serving.wire import CODEC, Hello, NewRequest, Progress, Refusal, Submit
 
 
 SHORT = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)
@@ -310,21 +311,21 @@ def test_messages_come_back_as_they_were():
         Progress("a", Output(finish_reason="stop", matched_stop=3)),
         wire.State(3, 2, 1, "no"),
     ):
-        line = wire.encode(message)
+        line = CODEC.encode(message)
         assert line.count(b"\n") == 1
-        assert wire.decode(line) == message
+        assert CODEC.decode(line) == message
     for line in (b"\n", b"[]\n", b'{"kind": "goodbye"}\n', b'{"kind": "abort"}\n'):
         with pytest.raises(ValueError):
-            wire.decode(line)
+            CODEC.decode(line)
 
 
 def test_sending_does_not_wait_for_a_peer_that_does_not_read():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        connection = Connection(socket.create_connection(listener.getsockname()))
+        connection = Connection(socket.create_connection(listener.getsockname()), CODEC)
         accepted, _ = listener.accept()
         for number in range(20):
             connection.send(wire.Metrics(number, "x" * 1_000_000))
-        peer = Connection(accepted)
+        peer = Connection(accepted, CODEC)
         connection.finish()
         for number in range(20):
             received = peer.receive()
@@ -377,14 +378,14 @@ def test_a_node_that_leaves_makes_room_and_noise_is_refused():
     with Rendezvous("127.0.0.1", 0) as rendezvous, ThreadPoolExecutor(2) as pool:
         gathered = pool.submit(rendezvous.gather, 3, FINGERPRINT, "group", timeout=60.0)
         leaver = socket.create_connection(rendezvous.address)
-        leaver.sendall(wire.encode(Hello(1, 3, FINGERPRINT)))
+        leaver.sendall(CODEC.encode(Hello(1, 3, FINGERPRINT)))
         leaver.close()
-        for noise in (b"GET / HTTP/1.0\r\n\r\n", wire.encode(wire.Shutdown()), b"x" * 100_000):
+        for noise in (b"GET / HTTP/1.0\r\n\r\n", CODEC.encode(wire.Shutdown()), b"x" * 100_000):
             with contextlib.closing(socket.create_connection(rendezvous.address)) as other:
                 with contextlib.suppress(OSError):  # it may hang up before all is sent
                     other.sendall(noise)
                     answer = other.makefile("rb").readline()
-                    assert isinstance(wire.decode(answer), Refusal)
+                    assert isinstance(CODEC.decode(answer), Refusal)
         joined = pool.submit(join, rendezvous.address, Hello(1, 3, FINGERPRINT), timeout=30.0)
         last, _ = join(rendezvous.address, Hello(2, 3, FINGERPRINT), timeout=30.0)
         close_all(gathered.result(60), [joined.result(60)[0], last])
@@ -393,7 +394,7 @@ def test_a_node_that_leaves_makes_room_and_noise_is_refused():
 def test_missing_nodes_are_named():
     with Rendezvous("127.0.0.1", 0) as rendezvous:
         with contextlib.closing(socket.create_connection(rendezvous.address)) as other:
-            other.sendall(wire.encode(Hello(2, 4, FINGERPRINT)))
+            other.sendall(CODEC.encode(Hello(2, 4, FINGERPRINT)))
             with pytest.raises(TimeoutError, match=r"node ranks 1, 3 of 4 did not connect to 127"):
                 rendezvous.gather(4, FINGERPRINT, "group", timeout=1.0)
 
