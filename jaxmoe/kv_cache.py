@@ -56,6 +56,23 @@ def _zeros_program(mesh: Mesh, num_layers: int, shape: tuple[int, ...], dtype: j
     )
 
 
+def read_pages(
+    cache: KVCache, page_ids: Int32[Array, " n"]
+) -> Float[Array, "n L page_size latent"]:
+    """Copies of these pages of one rank, a page's layers together."""
+    return jnp.stack([layer[page_ids] for layer in cache.latent], axis=1)
+
+
+def write_pages(
+    cache: KVCache,
+    page_ids: Int32[Array, " n"],
+    pages: Float[Array, "n L page_size latent"],
+) -> KVCache:
+    """The cache of one rank with these pages replaced; what is to go nowhere goes to page 0."""
+    layers = (layer.at[page_ids].set(pages[:, index]) for index, layer in enumerate(cache.latent))
+    return KVCache(latent=tuple(layers))
+
+
 def write(
     layer: Float[Array, "pages page_size latent"],
     entries: Float[Array, "T latent"],

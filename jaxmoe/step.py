@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from custom_calls import runtime
-from jaxmoe import sampling, sharding
+from jaxmoe import kv_cache, sampling, sharding
 from jaxmoe.batch import Batch, PrefillBatch, of_rank
 from jaxmoe.config import ModelConfig
 from jaxmoe.eplb.load import add_load
@@ -156,6 +156,8 @@ class Steps:
         self._sample_biased = on_ranks(partial(_sample, graphdef), (params,) + 4 * (ranked,))
         self._score = on_ranks(partial(_score, graphdef), (params,) + 2 * (ranked,))
         self._logits = on_ranks(partial(_logits, graphdef), (params, ranked))
+        self._read_pages = on_ranks(_read_pages, (ranked, ranked))
+        self._write_pages = on_ranks(_write_pages, 3 * (ranked,), donate_argnums=0)
 
     def forward(
         self, cache: KVCache, batch: Batch, *, is_split: bool = True
@@ -229,6 +231,21 @@ class Steps:
         """Of every hidden state, for comparisons."""
         return self._logits(self.model.params, hidden)
 
+    def read_pages(
+        self, cache: KVCache, page_ids: Int32[Any, "D n"]
+    ) -> Float[Array, "D n L page_size latent"]:
+        """Copies of pages of each rank, a page's layers together."""
+        return self._read_pages(cache, page_ids)
+
+    def write_pages(
+        self,
+        cache: KVCache,
+        page_ids: Int32[Any, "D n"],
+        pages: Float[Array, "D n L page_size latent"],
+    ) -> KVCache:
+        """The cache, which is donated, with pages of each rank replaced."""
+        return self._write_pages(cache, page_ids, pages)
+
     def _plan(self, batch: Batch, is_split: bool = True) -> ExecutionPlan:
         plan = self.plans[0] if isinstance(batch, PrefillBatch) else self.plans[1]
         return plan if is_split else plan.unsplit
@@ -280,6 +297,16 @@ def _score(graphdef, params, hidden, targets):
 
     scored = jax.lax.map(score_row, (hidden[0], jnp.maximum(targets[0], 0)), batch_size=SCORE_ROWS)
     return _ranked(scored)
+
+
+def _read_pages(cache, page_ids):
+    cache = jax.tree.map(lambda x: x[0], cache)
+    return _ranked(kv_cache.read_pages(cache, page_ids[0]))
+
+
+def _write_pages(cache, page_ids, pages):
+    cache = jax.tree.map(lambda x: x[0], cache)
+    return _ranked(kv_cache.write_pages(cache, page_ids[0], pages[0]))
 
 
 def _logits(graphdef, params, hidden):

@@ -5,6 +5,7 @@ Flags are SGLang's where it has the same thing.
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from jaxmoe.plan import (
     TBO_DECODE_SCHEDULES,
     TWO_BATCH_OVERLAP_HELP,
 )
+from serving.connection import parse_address
 from serving.engine import EngineLimits
+from serving.kv_transfer.backends import BACKENDS
 from serving.overlap import TwoBatchLimits
 from serving.rebalancer import EplbOptions
 from serving.recorder import RecorderOptions
+from serving.roles import Role
 
 
 DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length raises it
@@ -139,6 +143,27 @@ class ServerConfig:
     disable_radix_cache: bool = _flag(
         False, "compute every prompt anew, whatever earlier ones it starts like"
     )
+    disaggregation_mode: str = _flag(
+        Role.UNIFIED.value,
+        "null: serve requests whole; prefill: compute prompts for decode workers; decode: have "
+        "them computed",
+        choices=tuple(role.value for role in Role),
+    )
+    disaggregation_bootstrap_port: int = _flag(
+        8998, "port where a prefill worker awaits decode workers; 0 picks a free one"
+    )
+    disaggregation_transfer_backend: str = _flag(
+        "socket",
+        "how caches get from prefill to decode workers: socket, or jax (jax.experimental.transfer)",
+        choices=BACKENDS,
+    )
+    disaggregation_timeout: float = _flag(
+        300.0, "seconds after which a prompt that has not come from its prefill worker is given up"
+    )
+    disaggregation_checksums: bool = _flag(False, "send checksums with the caches and check them")
+    router: str | None = _flag(
+        None, "URL of a `jaxmoe router` that a prefill or decode worker registers with"
+    )
     drain_timeout: float = _flag(10.0, "seconds running requests may finish in at shutdown")
     compilation_cache_dir: str | None = _flag(
         str(Path("~/.cache/jaxmoe/xla")), "where compiled programs are kept; '' keeps none"
@@ -165,8 +190,13 @@ class ServerConfig:
             raise ValueError(
                 f"--expert-distribution-recorder-buffer-size must be at least 1, or -1, got {size}"
             )
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        for name in ("port", "disaggregation_bootstrap_port"):
+            value = getattr(self, name)
+            if not 0 <= value <= 65535:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be between 0 and 65535, got {value}"
+                )
+        self._check_disaggregation()
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
                 f"--node-rank must be between 0 and {self.nnodes - 1} with --nnodes {self.nnodes}, "
@@ -211,7 +241,33 @@ class ServerConfig:
                 raise ValueError(
                     f"--dist-init-addr is for --nnodes above 1, got {self.dist_init_addr}"
                 )
-            _parse_address(self.dist_init_addr)
+            try:
+                parse_address(self.dist_init_addr)
+            except ValueError as error:
+                raise ValueError(f"--dist-init-addr {error}") from None
+
+    def _check_disaggregation(self) -> None:
+        if self.disaggregation_timeout <= 0:
+            raise ValueError(
+                f"--disaggregation-timeout must be above 0, got {self.disaggregation_timeout}"
+            )
+        if self.role is not Role.UNIFIED:
+            if self.nnodes > 1:
+                raise ValueError(
+                    f"--disaggregation-mode {self.disaggregation_mode} is for workers of one "
+                    f"process, --nnodes is {self.nnodes}"
+                )
+        elif self.router is not None:
+            raise ValueError(
+                f"--router ({self.router}) is for workers with --disaggregation-mode prefill or "
+                "decode"
+            )
+        if self.router is not None and not re.fullmatch(r"http://[^/\s]+/?", self.router):
+            raise ValueError(f"--router must be http://HOST:PORT, got {self.router}")
+
+    @property
+    def role(self) -> Role:
+        return Role(self.disaggregation_mode)
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -257,7 +313,7 @@ class ServerConfig:
     def dist_init_address(self) -> tuple[str, int]:
         """Host and port of `dist_init_addr`, which must be set."""
         assert self.dist_init_addr is not None, "there is one node"
-        return _parse_address(self.dist_init_addr)
+        return parse_address(self.dist_init_addr)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -302,17 +358,6 @@ class ServerConfig:
             page_size=self.page_size,
             num_pages=pages + 1,
         )
-
-
-def _parse_address(text: str) -> tuple[str, int]:
-    """Of HOST:PORT, an IPv6 host in brackets."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-        raise ValueError(
-            f"--dist-init-addr must be HOST:PORT with a port between 1 and 65535, got {text}"
-        )
-    return host, int(port)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -127,5 +127,14 @@ class Connection(Generic[M]):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, an IPv6 host in brackets. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        raise ValueError(f"must be HOST:PORT with a port between 1 and 65535, got {text}")
+    return host, int(port)
+
+
 def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

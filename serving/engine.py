@@ -5,12 +5,14 @@ within `EngineLimits` fits one of the shapes compiled there.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from custom_calls import deep_gemm
@@ -24,7 +26,11 @@ from serving.expert_load import ExpertLoad
 from serving.overlap import TwoBatchLimits, TwoBatchOverlap
 from serving.peers import Peers
 from serving.request import Request, SamplingParams, TokenLogprob
+from serving.roles import Role
 from serving.scheduler import Limits, ScheduledBatch, ScheduledDecode, ScheduledPrefill, StepPhase
+
+
+BLOCK_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +65,12 @@ class EngineLimits:
         return Limits(self.max_running, self.chunk_tokens, self.chunk_pages)
 
     @property
+    def block_pages(self) -> int:
+        """Pages that are read or written together when caches are transferred; of all workers with
+        pages of this size."""
+        return max(2, BLOCK_TOKENS // self.page_size)
+
+    @property
     def prefill_sizes(self) -> tuple[int, ...]:
         """Token counts a prefill step is compiled for: the chunk and an eighth of it."""
         return tuple(sorted({max(1, self.chunk_tokens // 8), self.chunk_tokens}))
@@ -90,6 +102,7 @@ class Engine:
     """Attributes:
     load: what its steps count of the tokens that experts get.
     topk_idx: the logical experts that the last step's tokens chose, [D, T, K] of each MoE layer.
+    role: which of a request's steps it takes; it is compiled for no others.
     """
 
     def __init__(
@@ -101,14 +114,16 @@ class Engine:
         decode: ExecutionPlan,
         cache_dtype: DTypeLike | None = None,
         two_batch_limits: TwoBatchLimits | None = None,
+        role: Role = Role.UNIFIED,
     ):
         self.limits = limits
+        self.role = role
         self.num_ranks = model.mesh.size
         self._cache_dtype = model.dtype if cache_dtype is None else cache_dtype
         plans = {StepPhase.PREFILL: prefill, StepPhase.DECODE: decode}
         self.overlap = TwoBatchOverlap(
             two_batch_limits or TwoBatchLimits(),
-            [phase for phase, plan in plans.items() if plan.is_two_batch],
+            [phase for phase in role.phases if plans[phase].is_two_batch],
         )
         self._steps = Steps(model, prefill=prefill, decode=decode)
         self._cache = self._empty_cache()
@@ -180,6 +195,57 @@ class Engine:
         if isinstance(batch, ScheduledPrefill):
             return self._run_prefill(batch, _fitting(size, self.limits.prefill_sizes))
         return self._run_decode(batch, _fitting(size, self.limits.decode_sizes))
+
+    @property
+    def block(self) -> jax.ShapeDtypeStruct:
+        """Of a rank's pages in `read_pages` and `write_pages`, [1, n, L, page_size, latent]."""
+        layer = self._cache.latent[0]
+        shape = (1, self.limits.block_pages, len(self._cache.latent), *layer.shape[2:])
+        return jax.ShapeDtypeStruct(shape, layer.dtype)
+
+    def placed_on(self, rank: int) -> SingleDeviceSharding:
+        """On the rank's device, where its blocks must be."""
+        return SingleDeviceSharding(self.model.mesh.devices.flat[rank])
+
+    def read_pages(self, reads: Sequence[tuple[int, Sequence[int]]]) -> list[jax.Array]:
+        """Copies of pages of the cache, for each (rank, at most `block_pages` of its pages) a block
+        on the rank's device that begins with them. Does not wait for the copies."""
+        blocks: dict[int, jax.Array] = {}
+        for indices in _rounds([rank for rank, _ in reads]):
+            copies = self._steps.read_pages(
+                self._cache, self._page_ids([reads[index] for index in indices])
+            )
+            of_rank = {shard.index[0].start or 0: shard.data for shard in copies.addressable_shards}
+            blocks |= {index: of_rank[reads[index][0]] for index in indices}
+        return [blocks[index] for index in range(len(reads))]
+
+    def write_pages(self, writes: Sequence[tuple[int, Sequence[int], jax.Array]]) -> None:
+        """Replace pages of the cache: for each (rank, its pages, block on its device) with the
+        first ones of the block."""
+        for indices in _rounds([rank for rank, _, _ in writes]):
+            parts = [writes[index] for index in indices]
+            blocks = self._no_blocks | {rank: block for rank, _, block in parts}
+            block = self.block
+            pages = jax.make_array_from_single_device_arrays(
+                (self.num_ranks, *block.shape[1:]),
+                sharding.per_rank(self.model.mesh),
+                [blocks[rank] for rank in range(self.num_ranks)],
+            )
+            page_ids = self._page_ids([(rank, pages) for rank, pages, _ in parts])
+            self._cache = self._steps.write_pages(self._cache, page_ids, pages)
+
+    def _page_ids(self, pages_of: Sequence[tuple[int, Sequence[int]]]) -> np.ndarray:
+        """[D, block_pages], page 0 where there is none."""
+        page_ids = np.zeros((self.num_ranks, self.limits.block_pages), np.int32)
+        for rank, pages in pages_of:
+            page_ids[rank, : len(pages)] = pages
+        return page_ids
+
+    @functools.cached_property
+    def _no_blocks(self) -> dict[int, jax.Array]:
+        """For the ranks that a write leaves as they are."""
+        zeros = np.zeros(self.block.shape, self.block.dtype)
+        return {rank: jax.device_put(zeros, self.placed_on(rank)) for rank in range(self.num_ranks)}
 
     def _run_prefill(self, batch: ScheduledPrefill, size: int) -> list[StepResult]:
         limits = self.limits
@@ -299,7 +365,8 @@ class Engine:
     @property
     def _sizes(self) -> dict[StepPhase, tuple[int, ...]]:
         limits = self.limits
-        return {StepPhase.PREFILL: limits.prefill_sizes, StepPhase.DECODE: limits.decode_sizes}
+        sizes = {StepPhase.PREFILL: limits.prefill_sizes, StepPhase.DECODE: limits.decode_sizes}
+        return {phase: sizes[phase] for phase in self.role.phases}
 
     def _empty(self, phase: StepPhase, size: int) -> batches.Batch:
         if phase is StepPhase.PREFILL:
@@ -356,10 +423,26 @@ class Engine:
             else:
                 yield "next tokens", partial(sample, size, False)
                 yield "next tokens with bias", partial(sample, size, True)
+        if self.role is Role.PREFILL:
+            yield "pages to send", lambda: self.read_pages([(0, [])])
+        if self.role is Role.DECODE:
+            yield "pages that arrive", lambda: self.write_pages([(0, [], self._no_blocks[0])])
 
 
 def _phase(arrays: batches.Batch) -> StepPhase:
     return StepPhase.PREFILL if isinstance(arrays, batches.PrefillBatch) else StepPhase.DECODE
+
+
+def _rounds(ranks: Sequence[int]) -> list[list[int]]:
+    """The indices of `ranks` in as few lists as have no rank twice."""
+    rounds: list[list[int]] = []
+    counts: dict[int, int] = {}
+    for index, rank in enumerate(ranks):
+        counts[rank] = round_of_it = counts.get(rank, -1) + 1
+        if round_of_it == len(rounds):
+            rounds.append([])
+        rounds[round_of_it].append(index)
+    return rounds
 
 
 def _fitting(count: int, sizes: tuple[int, ...]) -> int:

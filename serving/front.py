@@ -103,6 +103,10 @@ class MemberGroup:
         return self._error or self._loop.error
 
     @property
+    def is_accepting(self) -> bool:
+        return self._accepting
+
+    @property
     def num_waiting(self) -> int:
         with self._changed:
             return self._num_waiting()

@@ -1,6 +1,7 @@
 """From flags to a listening server: devices, weights, engine, loop, HTTP."""
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -30,9 +31,12 @@ from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quanti
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
 from serving.config import ServerConfig, add_arguments, from_arguments
+from serving.connection import format_address
+from serving.disaggregation import Worker, make_fetcher, make_prefill_server
 from serving.engine import Engine, EngineLimits
 from serving.front import MemberGroup
 from serving.http import ModelInfo, make_app
+from serving.kv_transfer.fetcher import Fetcher
 from serving.loop import ServingLoop
 from serving.member import MemberLink
 from serving.metrics import CountsCollector, GroupCollector, LoopMetrics, observe_rebalancer
@@ -42,6 +46,7 @@ from serving.peers import Alone, Peers
 from serving.rebalancer import Rebalancer
 from serving.recorder import Recorder
 from serving.rendezvous import Rendezvous, join
+from serving.roles import Role
 from serving.scheduler import Scheduler
 from serving.text import TextStream
 from serving.wire import Hello, MemberConnection
@@ -52,6 +57,7 @@ __all__ = ["add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_DEVICES = 8
+FAILURE_VARIABLE = "JAXMOE_TRANSFER_FAILURE_PROB"
 LOAD_TIMEOUT_SECONDS = 600.0  # that the slowest node may take to load more than the fastest
 
 
@@ -72,14 +78,19 @@ def serve(config: ServerConfig) -> int:
         if config.node_rank > 0:
             return _serve_as_member(config)
         with contextlib.ExitStack() as ports:
-            listener = ports.enter_context(_listening_socket(config))
+            listener = ports.enter_context(_listening_socket(config.host, config.port))
+            transfers = None
+            if config.role is Role.PREFILL:
+                transfers = ports.enter_context(
+                    _listening_socket(config.host, config.disaggregation_bootstrap_port)
+                )
             group_name, connections = "", []
             if config.nnodes > 1:
                 assert config.dist_init_address is not None
                 meeting = ports.enter_context(Rendezvous(*config.dist_init_address))
                 group_name = secrets.token_hex(8)
                 connections = meeting.gather(config.nnodes, _fingerprint(config), group_name)
-            return _serve_http(config, listener, group_name, connections)
+            return _serve_http(config, listener, transfers, group_name, connections)
     except TimeoutError as error:
         raise ValueError(str(error)) from error
     finally:
@@ -89,11 +100,13 @@ def serve(config: ServerConfig) -> int:
 def _serve_http(
     config: ServerConfig,
     listener: socket.socket,
+    transfers: socket.socket | None,
     group_name: str,
     connections: list[MemberConnection],
 ) -> int:
-    """Member 0, or the only one."""
+    """Member 0, or the only one. A prefill worker is reached by others through `transfers`."""
     node = start_node(config, group_name)
+    worker = _make_worker(config, node, listener, transfers)
     loop: ServingLoop | MemberGroup = node.loop
     shown = node.registry
     if connections:
@@ -106,11 +119,23 @@ def _serve_http(
         vocab_size=node.model.config.vocab_size,
         context_length=node.engine.limits.context_length,
         eos_token_ids=node.model.config.eos_token_ids,
+        page_size=node.engine.limits.page_size,
+    )
+    app = make_app(
+        loop,
+        node.tokenizer,
+        info,
+        shown,
+        role=config.role,
+        transfer_address=worker.transfer_address,
     )
     loop.start()
     node.metrics.mark_ready()
-    _run_http(config, make_app(loop, node.tokenizer, info, shown), listener)
-    loop.shutdown()
+    worker.start()
+    _run_http(config, app, listener, worker)
+    # What decode workers wait for is no request of an HTTP client.
+    loop.shutdown(config.drain_timeout if config.role is Role.PREFILL else 0.0)
+    worker.close()
     return _exit_status(loop.error)
 
 
@@ -144,6 +169,34 @@ class Node:
     loop: ServingLoop
     metrics: LoopMetrics
     registry: CollectorRegistry
+    fetcher: Fetcher | None
+
+
+def _make_worker(
+    config: ServerConfig, node: Node, listener: socket.socket, transfers: socket.socket | None
+) -> Worker:
+    server = None
+    if transfers is not None:
+        server = make_prefill_server(
+            config, node.engine, node.loop, transfers, _model_digest(config),
+            _failure_probability(),
+        )  # fmt: skip
+    worker = Worker(config, listener, node.fetcher, server, transfers)
+    if worker.counts is not None:
+        node.registry.register(CountsCollector("kv_transfer", worker.counts))
+    return worker
+
+
+def _failure_probability() -> float:
+    """Of a prefill worker's transfers to fail, for tests."""
+    text = os.environ.get(FAILURE_VARIABLE, "0")
+    try:
+        probability = float(text)
+    except ValueError:
+        probability = -1.0
+    if not 0 <= probability <= 1:
+        raise ValueError(f"{FAILURE_VARIABLE} must be a number between 0 and 1, got {text!r}")
+    return probability
 
 
 def start_node(config: ServerConfig, group_name: str) -> Node:
@@ -158,11 +211,12 @@ def start_node(config: ServerConfig, group_name: str) -> Node:
     members = runtime.Members(config.nnodes, config.node_rank, group_name, LOAD_TIMEOUT_SECONDS)
     most = max(limits.chunk_tokens, limits.max_running)
     moving = (relocation_plan(plans[0]),) if config.enable_eplb else ()
-    group = join_ep_group(model, plans + moving, max_tokens=most, members=members)
+    used = config.role.plans(*plans)
+    group = join_ep_group(model, used + moving, max_tokens=most, members=members)
     if group is not None:
         registry.register(CountsCollector("ep", group.counters))
     peers = group or Alone()
-    engine = make_engine(model, limits, plans, config.two_batch_limits)
+    engine = make_engine(model, limits, plans, config.two_batch_limits, config.role)
     if config.enable_two_batch_overlap:
         registry.register(CountsCollector("two_batch_overlap", lambda: engine.overlap.counts))
     _warm_up(engine, peers)
@@ -173,8 +227,21 @@ def start_node(config: ServerConfig, group_name: str) -> Node:
         rebalancer.warmup()
         observe_rebalancer(registry, rebalancer)
     recorder = Recorder(engine, peers, config.recorder_options)
-    loop = make_loop(config, engine, tokenizer, metrics, model.config, peers, recorder, rebalancer)
-    return Node(model, tokenizer, engine, loop, metrics, registry)
+    fetcher = None
+    if config.role is Role.DECODE:
+        fetcher = make_fetcher(config, engine, peers, _model_digest(config))
+    loop = make_loop(
+        config, engine, tokenizer, metrics, model.config, peers, recorder, rebalancer, fetcher
+    )
+    return Node(model, tokenizer, engine, loop, metrics, registry, fetcher)
+
+
+def _model_digest(config: ServerConfig) -> str:
+    return _digest(_model_directory(config) / "config.json")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _fingerprint(config: ServerConfig) -> dict[str, str]:
@@ -182,9 +249,7 @@ def _fingerprint(config: ServerConfig) -> dict[str, str]:
     files = {"config.json of the model": _model_directory(config) / "config.json"}
     if config.init_expert_location != TRIVIAL:
         files["--init-expert-location"] = Path(config.init_expert_location)
-    digests = {
-        what: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for what, file in files.items()
-    }
+    digests = {what: _digest(file) for what, file in files.items()}
     return config.fingerprint | {"jax": jax.__version__} | digests
 
 
@@ -246,10 +311,11 @@ def make_engine(
     limits: EngineLimits,
     plans: tuple[ExecutionPlan, ExecutionPlan],
     two_batch_limits: TwoBatchLimits | None = None,
+    role: Role = Role.UNIFIED,
 ) -> Engine:
     prefill, decode = plans
     engine = Engine(
-        model, limits, prefill=prefill, decode=decode, two_batch_limits=two_batch_limits
+        model, limits, prefill=prefill, decode=decode, two_batch_limits=two_batch_limits, role=role
     )
     logger.info(
         "cache: %d pages of %d tokens on each rank, %.0f MiB in all",
@@ -267,13 +333,19 @@ def make_loop(
     peers: Peers,
     recorder: Recorder,
     rebalancer: Rebalancer | None = None,
+    fetcher: Fetcher | None = None,
 ) -> ServingLoop:
     """This member's loop. With several nodes their front bounds the queue, so its loops do not."""
     limits = engine.limits
     pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
     return ServingLoop(
         engine,
-        Scheduler(pools, limits.scheduler_limits, prefix_cache=not config.disable_radix_cache),
+        Scheduler(
+            pools,
+            limits.scheduler_limits,
+            prefix_cache=not config.disable_radix_cache,
+            prefills=config.role is not Role.DECODE,
+        ),
         lambda stop: TextStream(tokenizer, stop),
         metrics,
         peers,
@@ -281,6 +353,7 @@ def make_loop(
         max_queued=config.max_queued_requests if config.nnodes == 1 else sys.maxsize,
         recorder=recorder,
         rebalancer=rebalancer,
+        fetcher=fetcher,
     )
 
 
@@ -295,16 +368,16 @@ def _model_name(config: ServerConfig) -> str:
     return EMBEDDED_MODEL_NAME if config.model_path is None else Path(config.model_path).name
 
 
-def _listening_socket(config: ServerConfig) -> socket.socket:
+def _listening_socket(host: str, port: int) -> socket.socket:
     """Take the port first: a taken port should not be found out after minutes of loading."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ValueError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        raise ValueError(f"cannot listen on {format_address(host, port)}: {error}") from error
     return listener
 
 
@@ -318,21 +391,37 @@ def _warm_up(engine: Engine, peers: Peers) -> None:
     logger.info("warm-up took %.1f s", time.monotonic() - started)
 
 
-def _run_http(config: ServerConfig, app: object, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = uvicorn.Server(
+class _HttpServer(uvicorn.Server):
+    """Lets the router know before it takes no more requests."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self._worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._worker.leave)
+        await super().shutdown(sockets)
+
+
+def _run_http(config: ServerConfig, app: object, listener: socket.socket, worker: Worker) -> None:
+    url = f"http://{format_address(*listener.getsockname()[:2])}"
+    server = _HttpServer(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
             log_level=config.log_level,
             access_log=config.log_level == "debug",
             # Requests under way may finish; what is left after that is cancelled.
             timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
-        )
+        ),
+        worker,
     )
     question = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
-    print(f"\nReady: {url}\nTry:   curl {url}/v1/chat/completions \\")
-    print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
+    print(f"\nReady: {url}", flush=True)
+    if config.role is Role.PREFILL:
+        print(f"Decode workers reach it at {worker.transfer_address}", flush=True)
+    if config.role is Role.UNIFIED:
+        print(f"Try:   curl {url}/v1/chat/completions \\")
+        print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
     # uvicorn raises a signal again once it has shut down; the loop's own shutdown still follows.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from serving.engine import Engine, StepResult
+from serving.kv_transfer.arrivals import ArrivedPages, ArrivedToken, Fetches, Lost
 from serving.lockstep import Decision, Proposal, Rebalance, Record, decide
 from serving.metrics import LoopMetrics
 from serving.peers import Peers
@@ -62,13 +63,15 @@ class _Active:
     request: Request
     text: Text
     submitted: float
+    started: float | None = None
     last_token: float | None = None
 
 
 class ServingLoop:
     """Thread-safe front of the serving thread.
 
-    `make_text(stop)` gives a fresh text stream for a request with these stop strings.
+    `make_text(stop)` gives a fresh text stream for a request with these stop strings. On a decode
+    worker `fetcher` brings what prefill workers compute.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class ServingLoop:
         max_queued: int,
         recorder: Recorder,
         rebalancer: Rebalancer | None = None,
+        fetcher: Fetches | None = None,
     ):
         self._engine = engine
         self._scheduler = scheduler
@@ -91,6 +95,7 @@ class ServingLoop:
         self._peers = peers
         self._recorder = recorder
         self._rebalancer = rebalancer
+        self._fetcher = fetcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_queued = max_queued
         self._active: dict[str, _Active] = {}
@@ -122,6 +127,11 @@ class ServingLoop:
         It must not block. To be set before `start`.
         """
         self._watcher = watcher
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether it takes requests in."""
+        return self._accepting
 
     @property
     def num_waiting(self) -> int:
@@ -242,6 +252,8 @@ class ServingLoop:
     def _advance(self) -> bool:
         """Do what all members decide on next; False when that is to stop."""
         self._take_commands()
+        if self._fetcher is not None:
+            self._fetch(self._fetcher)
         decision = self._decide()
         if decision.recover:
             self._recover()
@@ -292,9 +304,14 @@ class ServingLoop:
         self._publish()
         started = time.monotonic()
         results: list[StepResult] | None = None
+        for request in batch.all_requests:
+            active = self._active[request.rid]
+            active.started = active.started or started
         try:
             results = self._engine.run(batch, size)
+            self._send_pages(results)
         except Exception as error:
+            results = None
             self._fail(batch.all_requests, error)
         if self._rebalancer is not None:
             self._rebalancer.step(time.monotonic() - started)
@@ -322,6 +339,61 @@ class ServingLoop:
             return False
         return True
 
+    def _send_pages(self, results: Sequence[StepResult]) -> None:
+        """Send what these have brought to the decode workers that want it: full pages, all of them
+        with the first token."""
+        reads: list[tuple[Request, int, list[int]]] = []
+        size = self._engine.limits.block_pages
+        for result in results:
+            request = result.request
+            if request.outgoing is None:
+                continue
+            full = result.num_computed // self._engine.limits.page_size
+            stop = full if result.token is None else len(request.pages)
+            for start in range(request.outgoing.num_sent, stop, size):
+                reads.append((request, start, request.pages[start : min(stop, start + size)]))
+        blocks = self._engine.read_pages([(request.rank, pages) for request, _, pages in reads])
+        for (request, _, pages), block in zip(reads, blocks, strict=True):
+            assert request.outgoing is not None
+            request.outgoing.send(len(pages), block)
+
+    def _fetch(self, fetcher: Fetches) -> None:
+        """Take in what has come from prefill workers, ask them for what waiting requests need."""
+        # A transfer that was cancelled may still have things on their way.
+        arrivals = [a for a in fetcher.arrivals() if a.request.incoming is a.incoming]
+        pages = [arrival for arrival in arrivals if isinstance(arrival, ArrivedPages)]
+        try:
+            self._engine.write_pages(
+                [(a.request.rank, a.request.pages[a.first :][: a.count], a.block) for a in pages]
+            )
+        except Exception as error:
+            self._fail([], error)
+            return
+        for arrival in arrivals:
+            if isinstance(arrival, ArrivedToken):
+                self._take_first_token(fetcher, arrival)
+            elif isinstance(arrival, Lost):
+                lost = Output(finish_reason="error", error=arrival.reason, failed_peer=arrival.peer)
+                self._finish(self._active[arrival.request.rid], lost)
+        for request in self._scheduler.reserve():
+            fetcher.fetch(request)
+
+    def _take_first_token(self, fetcher: Fetches, arrival: ArrivedToken) -> None:
+        request, now = arrival.request, time.monotonic()
+        request.incoming = None
+        fetcher.confirm(arrival.incoming)
+        if not request.output_ids:
+            request.cached_tokens = arrival.cached_tokens
+            total = now - self._active[request.rid].submitted
+            waited = total - arrival.prefill_seconds - arrival.transfer_seconds
+            self._metrics.observe_first_token_parts(
+                queue=waited, prefill=arrival.prefill_seconds, transfer=arrival.transfer_seconds
+            )
+        first = request.params.prompt_logprobs_start
+        prompt_logprobs = dict(enumerate(arrival.prompt_logprobs, first))
+        result = StepResult(request, request.num_tokens, arrival.token, prompt_logprobs)
+        self._take_result(result, now)
+
     def _take_result(self, result: StepResult, now: float) -> None:
         request = result.request
         self._scheduler.advance(request, result.num_computed)
@@ -331,12 +403,22 @@ class ServingLoop:
                 request.prompt_logprobs.append(logprob)
         if result.token is None:
             return
-        if request.phase is Phase.PREFILL:
+        if request.outgoing is not None:
+            self._hand_over(active, result.token, now)
+            return
+        if request.phase is not Phase.DECODE:
             request.move_to(Phase.DECODE)
         if request.params.max_new_tokens == 0:
             self._finish(active, _with_prompt(request, Output(finish_reason="length")))
             return
         is_first = not request.output_ids
+        if is_first and active.started is not None:
+            self._metrics.observe_first_token_parts(
+                queue=active.started - active.submitted, prefill=now - active.started
+            )
+        elif len(request.output_ids) == 1 and self._fetcher is not None:
+            assert active.last_token is not None
+            self._metrics.observe_first_token_parts(first_decode=now - active.last_token)
         self._metrics.observe_token(now, active.submitted, active.last_token)
         active.last_token = now
         output = self._take_token(active, result.token)
@@ -346,6 +428,16 @@ class ServingLoop:
             _deliver(request, output)
         else:
             self._finish(active, output)
+
+    def _hand_over(self, active: _Active, token: TokenLogprob, now: float) -> None:
+        """The decode worker that has asked for it goes on with the request."""
+        request = active.request
+        assert request.outgoing is not None and active.started is not None
+        queued, prefilled = active.started - active.submitted, now - active.started
+        request.outgoing.finish(request, token, queue_seconds=queued, prefill_seconds=prefilled)
+        self._metrics.observe_first_token_parts(queue=queued, prefill=prefilled)
+        self._metrics.observe_token(now, active.submitted, None)
+        self._finish(active, Output(finish_reason="length"))
 
     def _take_token(self, active: _Active, token: TokenLogprob) -> Output:
         """Add a token to its request and say what it adds to the answer."""

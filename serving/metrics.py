@@ -49,6 +49,9 @@ class LoopMetrics:
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
         self._finished = counter("finished_reqs", "Requests ended, by reason", ("reason",))
         self._first_token = seconds("time_to_first_token", "From acceptance to the first token")
+        self._first_token_parts = seconds(
+            "time_to_first_token_part", "What that, and the token after it, waited for", ("part",)
+        )
         self._inter_token = seconds("inter_token_latency", "Between two tokens of a request")
         self._end_to_end = seconds("e2e_request_latency", "From acceptance to the last token")
         self._step = seconds("step", "One step of the engine, by phase", ("phase",))
@@ -89,6 +92,12 @@ class LoopMetrics:
             self._first_token.observe(now - submitted)
         else:
             self._inter_token.observe(now - previous)
+
+    def observe_first_token_parts(self, **seconds: float) -> None:
+        """Of a request: `queue`, `prefill`, and with a prefill worker `transfer`; `first_decode` is
+        the time from the first token to the second."""
+        for part, duration in seconds.items():
+            self._first_token_parts.labels(part).observe(max(0.0, duration))
 
     def observe_finish(self, reason: str, duration: float) -> None:
         self._finished.labels(reason).inc()

@@ -8,7 +8,10 @@ A request is one sequence. What a client asks for with `n` or a list of prompts 
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Float
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -85,6 +88,8 @@ class Output:
         "error".
       matched_stop: the stop string or stop token that ended it.
       error: for "error", what happened in words.
+      failed_peer: for "error", the prefill worker at this address could not do its part; another
+        one may.
     """
 
     text: str = ""
@@ -95,24 +100,63 @@ class Output:
     matched_stop: str | int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    failed_peer: str | None = None
 
 
 class Phase(enum.Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
+    TRANSFER = "transfer"
     DECODE = "decode"
     DONE = "done"
     FAILED = "failed"
 
 
-# A request that loses its pages to others (retraction) waits again and is prefilled anew.
+# A prompt is computed here (PREFILL) or comes from a prefill worker (TRANSFER). A request that
+# loses its pages to others (retraction) waits again and gets its latents anew.
 _LEGAL = {
-    Phase.WAITING: {Phase.PREFILL, Phase.DONE, Phase.FAILED},
+    Phase.WAITING: {Phase.PREFILL, Phase.TRANSFER, Phase.DONE, Phase.FAILED},
     Phase.PREFILL: {Phase.DECODE, Phase.WAITING, Phase.DONE, Phase.FAILED},
+    Phase.TRANSFER: {Phase.DECODE, Phase.WAITING, Phase.DONE, Phase.FAILED},
     Phase.DECODE: {Phase.WAITING, Phase.DONE, Phase.FAILED},
     Phase.DONE: set(),
     Phase.FAILED: set(),
 }
+
+
+@runtime_checkable
+class Incoming(Protocol):
+    """The latents of a request on their way into its pages."""
+
+    def cancel(self) -> None:
+        """Nothing more is to be written to them."""
+        ...
+
+
+@runtime_checkable
+class Outgoing(Protocol):
+    """The decode worker that a request's latents and first token go to.
+
+    Attributes:
+      num_sent: pages of the request that are there or on their way.
+    """
+
+    num_sent: int
+
+    def send(self, count: int, block: Float[jax.Array, "1 n L page_size latent"]) -> None:
+        """The next `count` pages, the first ones of `block`."""
+        ...
+
+    def finish(
+        self,
+        request: "Request",
+        token: TokenLogprob,
+        *,
+        queue_seconds: float,
+        prefill_seconds: float,
+    ) -> None:
+        """All pages are sent; this is what comes after them."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,6 +172,9 @@ class Request:
       rank, pages: where they are; set while the request holds pages.
       num_shared_pages: the first of `pages`, which others may use too; they are only read.
       cached_tokens: tokens found in the cache when it was first admitted, None before that.
+      prefill_address: of the worker that computes its prompt, on a decode worker.
+      incoming: set while its latents come from there.
+      outgoing: where they go, on a prefill worker.
     """
 
     rid: str
@@ -142,6 +189,9 @@ class Request:
     cached_tokens: int | None = None
     phase: Phase = Phase.WAITING
     prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prefill_address: str | None = None
+    incoming: Incoming | None = None
+    outgoing: Outgoing | None = None
 
     @property
     def num_tokens(self) -> int:

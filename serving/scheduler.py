@@ -13,6 +13,7 @@ so its answer is the same.
 
 import dataclasses
 import enum
+import sys
 from collections import deque
 
 from serving.pages import PagePool
@@ -148,7 +149,8 @@ class _RankPrefill:
 
 
 class Scheduler:
-    """`prefix_cache`: whether requests share the full pages of equal starts.
+    """`prefix_cache`: whether requests share the full pages of equal starts. `prefills`: whether
+    steps compute their latents; otherwise `reserve` says whose are to be fetched.
 
     Attributes:
       num_retracted: times a request lost its pages to others.
@@ -156,7 +158,14 @@ class Scheduler:
         tokens were found cached.
     """
 
-    def __init__(self, pools: list[PagePool], limits: Limits, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        pools: list[PagePool],
+        limits: Limits,
+        *,
+        prefix_cache: bool = True,
+        prefills: bool = True,
+    ):
         self.waiting: deque[Request] = deque()
         self.running: list[list[Request]] = [[] for _ in pools]
         """By rank, oldest first; all hold pages."""
@@ -165,7 +174,9 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._caches = [PrefixCache(pool) for pool in pools]
         self._shares = prefix_cache
-        self._limits = limits
+        # What is fetched comes whole.
+        self._limits = limits if prefills else Limits(limits.max_running, sys.maxsize, sys.maxsize)
+        self._prefills = prefills
         self._planned: list[_RankPrefill] = []
 
     @property
@@ -192,9 +203,9 @@ class Scheduler:
 
     def propose(self) -> Work:
         """What `next` could give now; nothing is admitted yet."""
-        self._planned = self._plan_prefill()
+        self._planned = self._plan_prefill() if self._prefills else []
         return Work(
-            prefill_tokens=max(plan.num_tokens for plan in self._planned),
+            prefill_tokens=max((plan.num_tokens for plan in self._planned), default=0),
             decode_rows=max(map(len, self._decoding())),
         )
 
@@ -207,13 +218,14 @@ class Scheduler:
             return self._next_decode()
         planned, self._planned = self._planned, []
         assert planned, "propose comes first"
-        for rank, plan in enumerate(planned):
-            # All of them first: pages for one must not be the start of another.
-            for _, prefix in plan.admitted:
-                self._caches[rank].use(prefix)
-            for request, prefix in plan.admitted:
-                self._admit(request, rank, prefix)
+        self._admit_planned(planned, Phase.PREFILL)
         return ScheduledPrefill([plan.chunks for plan in planned])
+
+    def reserve(self) -> list[Request]:
+        """Admit waiting requests whose latents are now to be fetched, from `num_computed` tokens
+        on, into their pages; `advance` says when all have come."""
+        assert not self._prefills
+        return self._admit_planned(self._plan_prefill(), Phase.TRANSFER)
 
     def advance(self, request: Request, num_computed: int) -> None:
         """A step has brought the request's first `num_computed` tokens into its pages."""
@@ -261,6 +273,9 @@ class Scheduler:
                 raise RuntimeError(f"rank {rank}: {error}")
 
     def _release(self, request: Request) -> None:
+        if request.incoming is not None:
+            request.incoming.cancel()
+            request.incoming = None
         self.running[request.rank].remove(request)
         cache, shared = self._caches[request.rank], request.num_shared_pages
         cache.release(request.pages[:shared])
@@ -301,6 +316,16 @@ class Scheduler:
 
         return min(able, key=cost)
 
+    def _admit_planned(self, planned: list[_RankPrefill], phase: Phase) -> list[Request]:
+        for rank, plan in enumerate(planned):
+            # All of them first: pages for one must not be the start of another.
+            for _, prefix in plan.admitted:
+                self._caches[rank].use(prefix)
+            for request, prefix in plan.admitted:
+                self._admit(request, rank, prefix)
+                request.move_to(phase)
+        return [request for plan in planned for request, _ in plan.admitted]
+
     def _admit(self, request: Request, rank: int, prefix: list[int]) -> None:
         """Give the request its pages on a rank, after the cached ones that it already uses."""
         cache = self._caches[rank]
@@ -314,7 +339,6 @@ class Scheduler:
             request.cached_tokens = request.num_computed
             self.num_prompt_tokens += request.num_tokens
             self.num_cached_tokens += request.num_computed
-        request.move_to(Phase.PREFILL)
         self.running[rank].append(request)
 
     def _decoding(self) -> list[list[Request]]:

@@ -20,6 +20,7 @@ from serving.http.calls import Calls, Loop
 from serving.http.errors import CLIENT_CLOSED_REQUEST, ApiError, dotted, failed, invalid
 from serving.http.protocol import ModelInfo
 from serving.http.service import Service
+from serving.roles import Role
 
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,15 @@ def make_app(
     metrics: CollectorRegistry,
     *,
     health_timeout: float = 20.0,
+    role: Role = Role.UNIFIED,
+    transfer_address: str | None = None,
 ) -> FastAPI:
     """Serve `loop` over HTTP. It must be started and outlive the application; `metrics` is what
-    `/metrics` shows and gets this layer's counter."""
-    service = Service(loop, Calls(loop), tokenizer, info, int(time.time()), health_timeout)
+    `/metrics` shows and gets this layer's counter. `role` and `transfer_address` are as in
+    `Service`."""
+    service = Service(
+        loop, Calls(loop), tokenizer, info, int(time.time()), health_timeout, role, transfer_address
+    )
     app = FastAPI(title="jaxmoe", version=__version__)
     app.include_router(openai.make_router(service))
     app.include_router(native.make_router(service, metrics))

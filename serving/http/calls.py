@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from serving.http.errors import client_gone, failed, invalid, unavailable
+from serving.http.errors import client_gone, failed, invalid, peer_failed, unavailable
 from serving.lockstep import Record
 from serving.loop import QueueFullError
 from serving.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
@@ -26,6 +26,9 @@ class Loop(Protocol):
 
     @property
     def error(self) -> str | None: ...
+
+    @property
+    def is_accepting(self) -> bool: ...
 
     @property
     def num_waiting(self) -> int: ...
@@ -144,6 +147,7 @@ class Call:
         self._calls = calls
         self._unfinished = set(range(len(choices)))
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._first: tuple[int, Output] | None = None
         self._event_loop = asyncio.get_running_loop()
 
     @property
@@ -158,9 +162,15 @@ class Call:
             cached[choice.name] = min(count, cached.get(choice.name, count))
         return sum(cached.values())
 
-    def requests(self) -> list[Request]:
+    def requests(self, prefill_address: str | None) -> list[Request]:
         return [
-            Request(choice.rid, list(choice.prompt.ids), choice.params, self._sink(index))
+            Request(
+                choice.rid,
+                list(choice.prompt.ids),
+                choice.params,
+                self._sink(index),
+                prefill_address=prefill_address,
+            )
             for index, choice in enumerate(self.choices)
         ]
 
@@ -173,9 +183,15 @@ class Call:
             if name is None or name in (self.call_id, choice.name, choice.rid)
         ]
 
+    async def begin(self) -> None:
+        """Wait for the first output. Raises ApiError if that is a failure."""
+        self._first = await self._outputs.get()
+        raise_if_failed(self._first[1])
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
         while self._unfinished:
-            index, output = await self._outputs.get()
+            index, output = self._first or await self._outputs.get()
+            self._first = None
             if output.finish_reason is not None:
                 self._unfinished.discard(index)
             yield index, output
@@ -205,11 +221,13 @@ class Calls:
         self.loop = loop
         self._active: set[Call] = set()
 
-    def start(self, call_id: str, choices: list[Choice]) -> Call:
+    def start(
+        self, call_id: str, choices: list[Choice], prefill_address: str | None = None
+    ) -> Call:
         """Hand all choices to the loop, or raise the ApiError that says why not."""
         call = Call(self, call_id, choices)
         try:
-            self.loop.submit(call.requests())
+            self.loop.submit(call.requests(prefill_address))
         except QueueFullError as error:
             raise unavailable(str(error), retry_after=error.retry_after) from error
         except ValueError as error:
@@ -246,13 +264,19 @@ async def _abort_on_disconnect(call: Call, receive: Receive) -> None:
     call.abort()
 
 
+def raise_if_failed(output: Output) -> None:
+    if output.failed_peer is not None:
+        raise peer_failed(output.error or "a prefill worker failed", output.failed_peer)
+    if output.finish_reason == "error":
+        raise failed(output.error)
+
+
 async def results_of(call: Call, receive: Receive) -> list[Result]:
     """Everything the choices bring. Raises ApiError if one fails."""
     results = [Result() for _ in call.choices]
     async with watched(call, receive) as watcher:
         async for index, output in call:
-            if output.finish_reason == "error":
-                raise failed(output.error)
+            raise_if_failed(output)
             results[index].add(output)
         if watcher.done():
             raise client_gone()
@@ -260,7 +284,7 @@ async def results_of(call: Call, receive: Receive) -> list[Result]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a call."""
+    """Server-sent events of a call. A failure before the first of them is an ordinary answer."""
 
     def __init__(self, call: Call, events: AsyncIterator[str]):
         super().__init__(
@@ -273,6 +297,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self._call, receive):
+            await self._call.begin()
             # Servers may raise OSError when the client is gone.
             with contextlib.suppress(OSError):
                 await self.stream_response(send)

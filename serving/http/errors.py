@@ -55,6 +55,13 @@ def unavailable(message: str, retry_after: int | float | None = None) -> ApiErro
     return ApiError(503, message, kind="service_unavailable", headers=headers)
 
 
+def peer_failed(message: str, peer: str) -> ApiError:
+    """Another server, at this address, did not do its part; with a different one it may work."""
+    error = unavailable(message, retry_after=1)
+    error.headers = {**(error.headers or {}), "X-Failed-Peer": peer}
+    return error
+
+
 def failed(message: str | None) -> ApiError:
     """The server took the request and could not do it."""
     return ApiError(500, message or "the request failed", kind="internal_server_error")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter
@@ -28,6 +29,7 @@ from serving.http.protocol import AbortBody, GenerateBody, read_body
 from serving.http.service import Service
 from serving.lockstep import Record
 from serving.request import SamplingParams
+from serving.roles import Role
 
 
 def make_router(service: Service, registry: CollectorRegistry) -> APIRouter:
@@ -47,6 +49,20 @@ def make_router(service: Service, registry: CollectorRegistry) -> APIRouter:
         _check_alive(service)
         await _generate_one_token(service, http)
         return JSONResponse({"status": "ok"})
+
+    @router.get("/disaggregation")
+    async def disaggregation() -> Response:
+        return JSONResponse(
+            {
+                "mode": service.role.value,
+                "transfer_address": service.transfer_address,
+                "model": service.info.served_model_name,
+                "page_size": service.info.page_size,
+                "num_running": service.loop.num_running,
+                "num_waiting": service.loop.num_waiting,
+                "draining": not service.loop.is_accepting,
+            }
+        )
 
     @router.get("/get_model_info")
     async def get_model_info() -> Response:
@@ -121,16 +137,20 @@ def _check_alive(service: Service) -> None:
 
 async def _generate_one_token(service: Service, http: HttpRequest) -> None:
     """Through the whole engine; raises ApiError 503 if no token comes."""
+    # A prefill worker can do this much alone.
+    prefill_address = None if service.role is Role.PREFILL else service.prefill_address(http)
     rid = new_id("health-")
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     prompt = Prompt(service.tokenizer.encode("a"))
-    call = service.calls.start(rid, [Choice(rid, rid, prompt, params)])
+    call = service.calls.start(rid, [Choice(rid, rid, prompt, params)], prefill_address)
     try:
         async with asyncio.timeout(service.health_timeout):
             await results_of(call, http.receive)
     except TimeoutError:
         raise unavailable(f"no token within {service.health_timeout:g} s") from None
     except ApiError as error:
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
         raise unavailable(error.message) from error
 
 
@@ -138,6 +158,7 @@ async def _generate(service: Service, http: HttpRequest) -> Response:
     body = await read_body(http, GenerateBody)
     param = "text" if body.text is not None else "input_ids"
     prompts = await service.encode(body.prompts, param)
+    prefill_address = service.prefill_address(http)
     call_id, names = name_prompts(body.rid, len(prompts), "gen-")
     samplings = body.sampling_of(len(prompts))
     choices = make_choices(
@@ -150,7 +171,7 @@ async def _generate(service: Service, http: HttpRequest) -> Response:
         seeds=[sampling.chosen_seed for sampling in samplings],
         names=names,
     )
-    call = service.calls.start(call_id, choices)
+    call = service.calls.start(call_id, choices, prefill_address)
     writer = _Writer(service, call, body)
     if body.stream:
         return EventStream(call, writer.events())

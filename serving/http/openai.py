@@ -77,6 +77,7 @@ async def _answer(
     prefix: str,
     make_writer: "Callable[[Call], _Writer]",
 ) -> Response:
+    prefill_address = service.prefill_address(http)
     call_id, names = name_prompts(body.rid, len(prompts), prefix)
     choices = make_choices(
         prompts,
@@ -85,7 +86,7 @@ async def _answer(
         seeds=[body.seed] * len(prompts),
         names=names,
     )
-    call = service.calls.start(call_id, choices)
+    call = service.calls.start(call_id, choices, prefill_address)
     writer = make_writer(call)
     if body.stream:
         return EventStream(call, writer.events())

@@ -35,6 +35,7 @@ class ModelInfo:
       context_length: most tokens of a request, prompt and generated.
       max_num_pages_tokens: tokens the cache of one rank holds, if fewer can be: no larger request
         can ever run.
+      page_size: tokens of a page of the cache.
     """
 
     served_model_name: str
@@ -43,6 +44,7 @@ class ModelInfo:
     context_length: int
     eos_token_ids: tuple[int, ...]
     max_num_pages_tokens: int | None = None
+    page_size: int | None = None
 
     @property
     def max_request_tokens(self) -> int:

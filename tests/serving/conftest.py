@@ -15,6 +15,7 @@ from jaxmoe.compilations import CompilationCounter
 from jaxmoe.plan import make_plans
 from jaxmoe.step import ShardedModel
 from serving.engine import Engine, EngineLimits, StepResult
+from serving.kv_transfer.arrivals import Fetches
 from serving.loop import ServingLoop
 from serving.metrics import LoopMetrics
 from serving.pages import PagePool
@@ -22,6 +23,7 @@ from serving.peers import Alone, Peers
 from serving.rebalancer import Rebalancer
 from serving.recorder import Recorder, RecorderOptions
 from serving.request import Output, Request, SamplingParams, TokenLogprob
+from serving.roles import Role
 from serving.scheduler import ScheduledBatch, ScheduledDecode, Scheduler
 
 
@@ -116,6 +118,12 @@ class Answer:
         return self.outputs[-1].finish_reason
 
 
+@pytest.fixture
+def new_answer() -> type[Answer]:
+    """`new_answer(rid, prompt, params)`, whose `request` is to be submitted."""
+    return Answer
+
+
 class ThreadGroup:
     """Members that are threads of this process. `kill` makes one die for the others."""
 
@@ -203,14 +211,14 @@ def tiny_model(tiny_checkpoint: Path) -> ShardedModel:
     return load_model(tiny_checkpoint, sharding.make_mesh(4), dtype=jnp.float32)
 
 
-def make_engine(model: ShardedModel) -> Engine:
+def make_engine(model: ShardedModel, role: Role = Role.UNIFIED) -> Engine:
     prefill, decode = make_plans(
         "auto",
         ep_size=model.mesh.size,
         slots_per_rank=model.slots_per_rank,
         max_dispatch_tokens_per_rank=128,
     )
-    return Engine(model, LIMITS, prefill=prefill, decode=decode)
+    return Engine(model, LIMITS, prefill=prefill, decode=decode, role=role)
 
 
 @pytest.fixture(scope="session")
@@ -225,6 +233,22 @@ def other_engine(tiny_checkpoint: Path) -> Engine:
     """The same model on the other four devices. Not warmed up: it compiles what a test runs."""
     mesh = sharding.make_mesh(4, jax.devices()[4:])
     return make_engine(load_model(tiny_checkpoint, mesh, dtype=jnp.float32))
+
+
+@pytest.fixture(scope="session")
+def decode_engine(tiny_model: ShardedModel) -> Engine:
+    engine = make_engine(tiny_model, Role.DECODE)
+    engine.warmup(Alone())
+    return engine
+
+
+@pytest.fixture(scope="session")
+def prefill_engine(tiny_checkpoint: Path) -> Engine:
+    """Of two ranks, beside those of the decode engine."""
+    mesh = sharding.make_mesh(2, jax.devices()[4:6])
+    engine = make_engine(load_model(tiny_checkpoint, mesh, dtype=jnp.float32), Role.PREFILL)
+    engine.warmup(Alone())
+    return engine
 
 
 class StubEngine(Engine):
@@ -267,12 +291,18 @@ def make_client(
     prefix_cache: bool = True,
     rebalancer: Rebalancer | None = None,
     recorder_options: RecorderOptions | None = None,
+    num_pages: int | None = None,
+    fetcher: Fetches | None = None,
 ) -> Client:
+    """`num_pages`: of a rank, fewer than the engine has."""
     registry = CollectorRegistry()
     metrics = LoopMetrics(registry, compilations)
     limits = engine.limits
-    pools = [PagePool(limits.num_pages, limits.page_size) for _ in range(engine.num_ranks)]
-    scheduler = Scheduler(pools, limits.scheduler_limits, prefix_cache=prefix_cache)
+    size = num_pages or limits.num_pages
+    pools = [PagePool(size, limits.page_size) for _ in range(engine.num_ranks)]
+    scheduler = Scheduler(
+        pools, limits.scheduler_limits, prefix_cache=prefix_cache, prefills=fetcher is None
+    )
     loop = ServingLoop(
         engine,
         scheduler,
@@ -283,6 +313,7 @@ def make_client(
         max_queued=100,
         recorder=Recorder(engine, peers, recorder_options or RecorderOptions()),
         rebalancer=rebalancer,
+        fetcher=fetcher,
     )
     metrics.mark_ready()
     return Client(loop, registry, pools, engine, scheduler)

@@ -121,6 +121,7 @@ class FakeLoop:
         self.records: list[Record] = []
         self.record_error: Exception | None = None
         self.is_paused = False
+        self.is_accepting = True
         self.seconds_per_token = 0.001
 
     def submit(self, requests: list[Request]) -> None:
