@@ -188,6 +188,7 @@ class Worker:
         """The loop has started."""
         if self._server is not None:
             self._server.start()
+            logger.info("decode workers reach this one at %s", self.transfer_address)
         if self._registration is not None:
             self._registration.start()
 

@@ -1,7 +1,6 @@
 """From flags to a listening server: devices, weights, engine, loop, HTTP."""
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -15,7 +14,6 @@ import time
 from pathlib import Path
 
 import jax
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from custom_calls import runtime
@@ -31,11 +29,12 @@ from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quanti
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
 from serving.config import ServerConfig, add_arguments, from_arguments
-from serving.connection import format_address
 from serving.disaggregation import Worker, make_fetcher, make_prefill_server
 from serving.engine import Engine, EngineLimits
 from serving.front import MemberGroup
-from serving.http import ModelInfo, make_app
+from serving.http import server
+from serving.http.app import make_app
+from serving.http.protocol import ModelInfo
 from serving.kv_transfer.fetcher import Fetcher
 from serving.loop import ServingLoop
 from serving.member import MemberLink
@@ -78,12 +77,11 @@ def serve(config: ServerConfig) -> int:
         if config.node_rank > 0:
             return _serve_as_member(config)
         with contextlib.ExitStack() as ports:
-            listener = ports.enter_context(_listening_socket(config.host, config.port))
+            listener = ports.enter_context(server.listen(config.host, config.port))
             transfers = None
             if config.role is Role.PREFILL:
-                transfers = ports.enter_context(
-                    _listening_socket(config.host, config.disaggregation_bootstrap_port)
-                )
+                port = config.disaggregation_bootstrap_port
+                transfers = ports.enter_context(server.listen(config.host, port))
             group_name, connections = "", []
             if config.nnodes > 1:
                 assert config.dist_init_address is not None
@@ -132,7 +130,14 @@ def _serve_http(
     loop.start()
     node.metrics.mark_ready()
     worker.start()
-    _run_http(config, app, listener, worker)
+    server.run(
+        app,
+        listener,
+        log_level=config.log_level,
+        drain_timeout=config.drain_timeout,
+        has_example=config.role is Role.UNIFIED,
+        before_end=worker.leave,
+    )
     # What decode workers wait for is no request of an HTTP client.
     loop.shutdown(config.drain_timeout if config.role is Role.PREFILL else 0.0)
     worker.close()
@@ -368,19 +373,6 @@ def _model_name(config: ServerConfig) -> str:
     return EMBEDDED_MODEL_NAME if config.model_path is None else Path(config.model_path).name
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """Take the port first: a taken port should not be found out after minutes of loading."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"cannot listen on {format_address(host, port)}: {error}") from error
-    return listener
-
-
 def _warm_up(engine: Engine, peers: Peers) -> None:
     started = time.monotonic()
 
@@ -389,40 +381,3 @@ def _warm_up(engine: Engine, peers: Peers) -> None:
 
     engine.warmup(peers, progress)
     logger.info("warm-up took %.1f s", time.monotonic() - started)
-
-
-class _HttpServer(uvicorn.Server):
-    """Lets the router know before it takes no more requests."""
-
-    def __init__(self, config: uvicorn.Config, worker: Worker):
-        super().__init__(config)
-        self._worker = worker
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._worker.leave)
-        await super().shutdown(sockets)
-
-
-def _run_http(config: ServerConfig, app: object, listener: socket.socket, worker: Worker) -> None:
-    url = f"http://{format_address(*listener.getsockname()[:2])}"
-    server = _HttpServer(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            log_level=config.log_level,
-            access_log=config.log_level == "debug",
-            # Requests under way may finish; what is left after that is cancelled.
-            timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
-        ),
-        worker,
-    )
-    question = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
-    print(f"\nReady: {url}", flush=True)
-    if config.role is Role.PREFILL:
-        print(f"Decode workers reach it at {worker.transfer_address}", flush=True)
-    if config.role is Role.UNIFIED:
-        print(f"Try:   curl {url}/v1/chat/completions \\")
-        print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
-    # uvicorn raises a signal again once it has shut down; the loop's own shutdown still follows.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])

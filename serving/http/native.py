@@ -23,8 +23,8 @@ from serving.http.calls import (
     results_of,
 )
 from serving.http.errors import ApiError, failed, invalid, unavailable
+from serving.http.events import DONE, event
 from serving.http.logprobs import native_logprobs, native_top_logprobs
-from serving.http.openai import DONE, event
 from serving.http.protocol import AbortBody, GenerateBody, read_body
 from serving.http.service import Service
 from serving.lockstep import Record

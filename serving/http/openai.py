@@ -1,7 +1,6 @@
 """`/v1/completions`, `/v1/chat/completions` and `/v1/models`, as OpenAI describes them."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -22,18 +21,11 @@ from serving.http.calls import (
     results_of,
 )
 from serving.http.errors import failed, invalid
+from serving.http.events import DONE, event
 from serving.http.logprobs import CompletionLogprobs, chat_logprobs
 from serving.http.protocol import ChatBody, CompletionBody, OpenAIBody, check_model, read_body
 from serving.http.service import Service
 from serving.request import Output, TokenLogprob
-
-
-DONE = "data: [DONE]\n\n"
-
-
-def event(data: dict[str, Any]) -> str:
-    """One server-sent event. ASCII, since some clients split lines at other Unicode breaks."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def make_router(service: Service) -> APIRouter:

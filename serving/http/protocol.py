@@ -11,14 +11,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
-from starlette.requests import ClientDisconnect
 
 from jaxmoe.sampling import MAX_TOP_LOGPROBS
-from serving.http.errors import ApiError, client_gone, from_validation, invalid, shown
+from serving.http.base import read_bytes
+from serving.http.errors import ApiError, from_validation, invalid, shown
 from serving.request import SamplingParams
 
 
-MAX_BODY_BYTES = 32 << 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -425,16 +424,8 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 async def read_body(http: HttpRequest, kind: type[BodyType]) -> BodyType:
     """The checked body of a call, whatever its content type says."""
-    data = bytearray()
     try:
-        async for chunk in http.stream():
-            data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body must not be larger than {MAX_BODY_BYTES} bytes")
-    except ClientDisconnect:
-        raise client_gone() from None
-    try:
-        body = kind.model_validate_json(bytes(data))
+        body = kind.model_validate_json(await read_bytes(http))
     except ValidationError as error:
         raise from_validation(error) from None
     body.refuse_unsupported()

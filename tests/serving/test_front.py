@@ -22,8 +22,9 @@ from serving import member as member_module
 from serving import wire
 from serving.connection import Connection
 from serving.front import MemberGroup
-from serving.http import ModelInfo, make_app
+from serving.http.app import make_app
 from serving.http.calls import Loop
+from serving.http.protocol import ModelInfo
 from serving.loop import QueueFullError
 from serving.member import MemberLink
 from serving.metrics import GroupCollector

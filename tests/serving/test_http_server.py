@@ -16,7 +16,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Gauge
 
 from jaxmoe.tokenizer import Tokenizer
-from serving.http import ModelInfo, make_app
+from serving.http.app import make_app
+from serving.http.protocol import ModelInfo
 from serving.lockstep import Record
 from serving.loop import QueueFullError
 from serving.request import Output, Request, TokenLogprob
@@ -562,7 +563,7 @@ def test_bug_is_not_shown(running, client, loop, monkeypatch):
 
 
 def test_body_size_is_limited(client, monkeypatch):
-    monkeypatch.setattr("serving.http.protocol.MAX_BODY_BYTES", 100)
+    monkeypatch.setattr("serving.http.base.MAX_BODY_BYTES", 100)
     post(client, "/v1/completions", 413, prompt="x" * 100)
 
 

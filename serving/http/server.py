@@ -1,0 +1,72 @@
+"""A port to listen on, and an application served there until a signal ends it."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from serving.connection import format_address
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the port first: a taken port should not be found out after minutes of loading."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {format_address(host, port)}: {error}") from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Calls `before_end` while requests are still taken."""
+
+    def __init__(self, config: uvicorn.Config, before_end: Callable[[], None]):
+        super().__init__(config)
+        self._before_end = before_end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._before_end)
+        await super().shutdown(sockets)
+
+
+def run(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    log_level: str,
+    drain_timeout: float,
+    has_example: bool = True,
+    before_end: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; requests under way may then take `drain_timeout` seconds.
+
+    Says when it is ready, with an example of a call if it takes any. `before_end` is called on a
+    thread when a signal has come, before connections are refused.
+    """
+    url = f"http://{format_address(*listener.getsockname()[:2])}"
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level=log_level,
+            access_log=log_level == "debug",
+            # Requests under way may finish; what is left after that is cancelled.
+            timeout_graceful_shutdown=max(1, round(drain_timeout)),
+        ),
+        before_end,
+    )
+    question = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
+    print(f"\nReady: {url}", flush=True)
+    if has_example:
+        print(f"Try:   curl {url}/v1/chat/completions \\")
+        print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
+    # uvicorn raises a signal again once it has shut down; the caller's own shutdown still follows.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
