@@ -9,6 +9,7 @@ import sys
 # command is chosen, so that no command pays for another's imports.
 COMMANDS = {
     "serve": ("serving.launch", "serve a model over HTTP, OpenAI-compatible"),
+    "router": ("serving.router.cli", "spread requests over prefill and decode workers"),
     "generate": ("jaxmoe.offline.cli", "answer a file of prompts"),
     "convert": ("jaxmoe.checkpoint.store", "turn a Hugging Face checkpoint into an Orbax one"),
     "eval": ("jaxmoe.evaluation.cli", "measure accuracy on the evaluation sets"),

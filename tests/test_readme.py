@@ -1,5 +1,6 @@
 """The README keeps up with the code."""
 
+import argparse
 import dataclasses
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from custom_calls.deep_ep import sizes
 from custom_calls.runtime import EpSpec
 from serving.cli import COMMANDS
 from serving.config import ServerConfig
+from serving.router import cli as router_cli
+from serving.router.policy import POLICIES
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -18,6 +21,14 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 @pytest.mark.parametrize("field", dataclasses.fields(ServerConfig), ids=lambda field: field.name)
 def test_every_flag_is_described(field):
     assert f"`--{field.name.replace('_', '-')}`" in README
+
+
+def test_every_flag_and_policy_of_the_router_is_described():
+    parser = argparse.ArgumentParser(add_help=False)
+    router_cli.add_arguments(parser)
+    (section,) = re.findall(r"^### [^\n]*the router\n(.*?)^### ", README, re.DOTALL | re.MULTILINE)
+    flags = re.findall(r"--[a-z-]+", parser.format_usage())
+    assert flags and all(f"`{name}`" in section for name in [*flags, *POLICIES])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

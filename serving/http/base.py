@@ -3,12 +3,13 @@ bodies. It is the same in front of a model and in front of other servers, and im
 
 import logging
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -21,6 +22,7 @@ from serving.http.errors import (
     client_gone,
     dotted,
     failed,
+    from_validation,
     invalid,
 )
 
@@ -28,6 +30,8 @@ from serving.http.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
+
+ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
 def make_base(metrics: CollectorRegistry, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -52,6 +56,14 @@ async def read_bytes(http: HttpRequest) -> bytes:
     except ClientDisconnect:
         raise client_gone() from None
     return bytes(data)
+
+
+async def read_model(http: HttpRequest, kind: type[ModelType]) -> ModelType:
+    """The checked body of a call, whatever its content type says."""
+    try:
+        return kind.model_validate_json(await read_bytes(http))
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 class CountRequests:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from jaxmoe.sampling import MAX_TOP_LOGPROBS
-from serving.http.base import read_bytes
-from serving.http.errors import ApiError, from_validation, invalid, shown
+from serving.http.base import read_model
+from serving.http.errors import ApiError, invalid, shown
 from serving.request import SamplingParams
 
 
@@ -423,11 +423,8 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 async def read_body(http: HttpRequest, kind: type[BodyType]) -> BodyType:
-    """The checked body of a call, whatever its content type says."""
-    try:
-        body = kind.model_validate_json(await read_bytes(http))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    """The checked body of a call."""
+    body = await read_model(http, kind)
     body.refuse_unsupported()
     return body
 

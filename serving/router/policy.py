@@ -5,8 +5,8 @@ the prompt. Each role has a policy object of its own, used on one thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from serving.router.pool import Snapshot
 
@@ -21,6 +21,7 @@ MAX_LOAD_RATIO = 1.5
 MAX_EXTRA_REQUESTS = 8
 
 
+@runtime_checkable
 class Policy(Protocol):
     def choose(self, workers: Sequence[Snapshot], prompt: bytes) -> Snapshot: ...
 
@@ -119,7 +120,7 @@ def _hashes_of_starts(prompt: bytes) -> list[int]:
     return hashes
 
 
-POLICIES: dict[str, type[RoundRobin] | type[LeastLoad] | type[CacheAware]] = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
     "cache_aware": CacheAware,

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.router.policy import (
@@ -39,7 +39,8 @@ BLOCKS = st.lists(st.sampled_from(b"xyz"), max_size=6).map(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(calls=st.lists(st.tuples(WORKERS, BLOCKS)))
+@settings(max_examples=30)
+@given(calls=st.lists(st.tuples(WORKERS, BLOCKS), max_size=10))
 def test_chooses_one_of_the_workers(name, calls):
     policy = POLICIES[name]()
     for workers, prompt in calls:
@@ -65,7 +66,7 @@ def test_round_robin_goes_on_when_workers_come_and_go():
     assert policy.choose([a, b], b"") is a
 
 
-@given(calls=st.lists(WORKERS, min_size=1))
+@given(calls=st.lists(WORKERS, min_size=1, max_size=10))
 def test_least_load_never_picks_a_more_loaded_worker(calls):
     policy = LeastLoad()
     for workers in calls:
