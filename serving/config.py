@@ -39,7 +39,7 @@ DEFAULT_CONTEXT_LENGTH = 8192  # of models that allow more; --context-length rai
 _OF_ONE_NODE = frozenset({
     "model_path", "served_model_name", "host", "port", "node_rank", "dist_init_addr",
     "max_queued_requests", "drain_timeout", "compilation_cache_dir", "log_level",
-    "init_expert_location", "expert_distribution_recorder_dir",
+    "init_expert_location", "expert_distribution_recorder_dir", "base_gpu_id",
 })  # fmt: skip
 
 
@@ -164,6 +164,16 @@ class ServerConfig:
     router: str | None = _flag(
         None, "URL of a `jaxmoe router` that a prefill or decode worker registers with"
     )
+    pd: str | None = _flag(
+        None,
+        "PxD: a router at --port and so many prefill and decode workers on this machine, each "
+        "with these flags",
+    )
+    prefill_args: str = _flag("", "with --pd, flags of prefill workers alone")
+    decode_args: str = _flag("", "with --pd, flags of decode workers alone")
+    base_gpu_id: int | None = _flag(
+        None, "first GPU of this process, which has --ep-size of them; default: all are its own"
+    )
     drain_timeout: float = _flag(10.0, "seconds running requests may finish in at shutdown")
     compilation_cache_dir: str | None = _flag(
         str(Path("~/.cache/jaxmoe/xla")), "where compiled programs are kept; '' keeps none"
@@ -197,6 +207,7 @@ class ServerConfig:
                     f"--{name.replace('_', '-')} must be between 0 and 65535, got {value}"
                 )
         self._check_disaggregation()
+        self._check_pd()
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
                 f"--node-rank must be between 0 and {self.nnodes - 1} with --nnodes {self.nnodes}, "
@@ -264,6 +275,33 @@ class ServerConfig:
             )
         if self.router is not None and not re.fullmatch(r"http://[^/\s]+/?", self.router):
             raise ValueError(f"--router must be http://HOST:PORT, got {self.router}")
+
+    def _check_pd(self) -> None:
+        if self.base_gpu_id is not None and (self.base_gpu_id < 0 or self.ep_size is None):
+            raise ValueError(
+                f"--base-gpu-id must not be negative and needs --ep-size, got {self.base_gpu_id} "
+                f"with --ep-size {self.ep_size}"
+            )
+        if self.pd is None:
+            if self.prefill_args or self.decode_args:
+                raise ValueError(
+                    "--prefill-args and --decode-args are for --pd, which is not given"
+                )
+            return
+        if not re.fullmatch(r"[1-9][0-9]?x[1-9][0-9]?", self.pd):
+            raise ValueError(f"--pd must be PxD, both between 1 and 99, got {self.pd}")
+        if self.role is not Role.UNIFIED or self.router is not None or self.nnodes > 1:
+            raise ValueError(
+                f"--pd ({self.pd}) starts workers of both roles and their router itself: it goes "
+                "with none of --disaggregation-mode, --router and --nnodes"
+            )
+
+    @property
+    def pd_workers(self) -> dict[Role, int]:
+        """How many of each role `pd` asks for."""
+        assert self.pd is not None
+        prefill, decode = map(int, self.pd.split("x"))
+        return {Role.PREFILL: prefill, Role.DECODE: decode}
 
     @property
     def role(self) -> Role:
@@ -375,3 +413,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)})
+
+
+def arguments_of(config: ServerConfig) -> list[str]:
+    """The flags that make this configuration."""
+    arguments = []
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
+        if value is True:
+            arguments.append(flag)
+        elif value != field.default:
+            arguments.append(f"{flag}={value}")
+    return arguments

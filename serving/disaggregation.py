@@ -28,7 +28,8 @@ from serving.peers import Peers
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0
-POST_SECONDS = 2.0
+RETRY_SECONDS = 1.0  # when the router is not there
+POST_SECONDS = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -105,7 +106,7 @@ def reachable_host(host: str, peer: str | None = None) -> str:
 class Registration:
     """Tells the router at `url` of a worker, again and again, until it leaves.
 
-    A router that is not there is tried again with the next beat.
+    A router that is not there is tried again soon.
     """
 
     def __init__(self, url: str, worker: dict[str, str | None]):
@@ -128,13 +129,13 @@ class Registration:
     def _beat(self) -> None:
         while True:
             self._note(self._post("/register", self._worker))
-            if self._leaving.wait(BEAT_SECONDS):
+            if self._leaving.wait(BEAT_SECONDS if self._was_heard else RETRY_SECONDS):
                 return
 
     def _post(self, path: str, body: dict[str, str | None]) -> str | None:
         """What went wrong, None if nothing did."""
         try:
-            answer = httpx.post(self._url + path, json=body, timeout=POST_SECONDS)
+            answer = httpx.post(self._url + path, json=body, timeout=POST_SECONDS, trust_env=False)
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
         return None if answer.is_success else f"{answer.status_code}: {answer.text}"
@@ -185,7 +186,7 @@ class Worker:
         return self._ends[0].counts.read if self._ends else None
 
     def start(self) -> None:
-        """The loop has started."""
+        """The server takes requests, and so does the loop."""
         if self._server is not None:
             self._server.start()
             logger.info("decode workers reach this one at %s", self.transfer_address)

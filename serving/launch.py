@@ -28,6 +28,7 @@ from jaxmoe.eplb.relocate import Relocator, relocation_plan
 from jaxmoe.plan import ExecutionPlan, make_plans, resolve_dtype, resolve_quantization
 from jaxmoe.step import ShardedModel, join_ep_group
 from jaxmoe.tokenizer import Tokenizer
+from serving import pd
 from serving.config import ServerConfig, add_arguments, from_arguments
 from serving.disaggregation import Worker, make_fetcher, make_prefill_server
 from serving.engine import Engine, EngineLimits
@@ -62,7 +63,8 @@ LOAD_TIMEOUT_SECONDS = 600.0  # that the slowest node may take to load more than
 
 def run(args: argparse.Namespace) -> int:
     """`jaxmoe serve`."""
-    return serve(from_arguments(args))
+    config = from_arguments(args)
+    return serve(config) if config.pd is None else pd.serve(config)
 
 
 def serve(config: ServerConfig) -> int:
@@ -72,7 +74,7 @@ def serve(config: ServerConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,  # libraries imported above have set up the root logger their way
     )
-    prepare_devices(config.ranks_per_node, config.compilation_cache_dir)
+    prepare_devices(config.ranks_per_node, config.compilation_cache_dir, config.base_gpu_id)
     try:
         if config.node_rank > 0:
             return _serve_as_member(config)
@@ -129,13 +131,17 @@ def _serve_http(
     )
     loop.start()
     node.metrics.mark_ready()
-    worker.start()
+
+    def begin(url: str) -> None:
+        server.announce(url, has_example=config.role is Role.UNIFIED)
+        worker.start()
+
     server.run(
         app,
         listener,
         log_level=config.log_level,
         drain_timeout=config.drain_timeout,
-        has_example=config.role is Role.UNIFIED,
+        at_begin=begin,
         before_end=worker.leave,
     )
     # What decode workers wait for is no request of an HTTP client.
@@ -258,11 +264,17 @@ def _fingerprint(config: ServerConfig) -> dict[str, str]:
     return config.fingerprint | {"jax": jax.__version__} | digests
 
 
-def prepare_devices(ep_size: int | None, compilation_cache_dir: str | None) -> None:
+def prepare_devices(
+    ep_size: int | None, compilation_cache_dir: str | None, base_gpu_id: int | None = None
+) -> None:
     """Set what must be set before JAX looks at its devices.
 
-    On a machine with CPUs only, ranks are virtual devices.
+    On a machine with CPUs only, ranks are virtual devices. `base_gpu_id` needs `ep_size`.
     """
+    if base_gpu_id is not None:
+        assert ep_size is not None
+        gpus = range(base_gpu_id, base_gpu_id + ep_size)
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     jax.config.update("jax_num_cpu_devices", ep_size or DEFAULT_CPU_DEVICES)
     if compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache_dir))

@@ -24,12 +24,34 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """Calls `before_end` while requests are still taken."""
+EXAMPLE = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
 
-    def __init__(self, config: uvicorn.Config, before_end: Callable[[], None]):
+
+def announce(url: str, *, has_example: bool = True) -> None:
+    """Say on the terminal that requests are taken, with an example of one."""
+    print(f"\nReady: {url}", flush=True)
+    if has_example:
+        print(f"Try:   curl {url}/v1/chat/completions \\")
+        print(f"         -H 'Content-Type: application/json' -d '{EXAMPLE}'\n", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """Calls `at_begin` when requests are taken, `before_end` while they still are."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        at_begin: Callable[[], None],
+        before_end: Callable[[], None],
+    ):
         super().__init__(config)
+        self._at_begin = at_begin
         self._before_end = before_end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._at_begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await asyncio.to_thread(self._before_end)
@@ -42,13 +64,13 @@ def run(
     *,
     log_level: str,
     drain_timeout: float,
-    has_example: bool = True,
+    at_begin: Callable[[str], None] = announce,
     before_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests under way may then take `drain_timeout` seconds.
 
-    Says when it is ready, with an example of a call if it takes any. `before_end` is called on a
-    thread when a signal has come, before connections are refused.
+    `at_begin` is called with the URL when requests are taken, `before_end` on a thread when a
+    signal has come, before connections are refused.
     """
     url = f"http://{format_address(*listener.getsockname()[:2])}"
     server = _Server(
@@ -59,13 +81,9 @@ def run(
             # Requests under way may finish; what is left after that is cancelled.
             timeout_graceful_shutdown=max(1, round(drain_timeout)),
         ),
+        lambda: at_begin(url),
         before_end,
     )
-    question = '{"messages": [{"role": "user", "content": "What is 9 * 268?"}], "temperature": 0}'
-    print(f"\nReady: {url}", flush=True)
-    if has_example:
-        print(f"Try:   curl {url}/v1/chat/completions \\")
-        print(f"         -H 'Content-Type: application/json' -d '{question}'\n", flush=True)
     # uvicorn raises a signal again once it has shut down; the caller's own shutdown still follows.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

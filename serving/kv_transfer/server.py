@@ -94,7 +94,8 @@ class PrefillServer:
         for client in self._all():
             client.close()
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
 
     def forget(self, client: "_Client") -> None:
         with self._lock:

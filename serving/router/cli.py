@@ -61,12 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.request_timeout is not None and not args.request_timeout > 0:
         raise ValueError(f"--request-timeout must be above 0, got {args.request_timeout:g}")
     pool = Pool(args.prefill, args.decode)
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    for name in ("httpx", "httpcore"):  # they would write of every poll
-        logging.getLogger(name).setLevel(logging.WARNING)
+    set_up_logging(args.log_level)
     app = make_app(
         pool,
         policy=args.policy,
@@ -76,3 +71,13 @@ def run(args: argparse.Namespace) -> int:
     with server.listen(args.host, args.port) as listener:
         server.run(app, listener, log_level=args.log_level, drain_timeout=DRAIN_SECONDS)
     return 0
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # whatever libraries have set up
+    )
+    for name in ("httpx", "httpcore"):  # they would write of every poll
+        logging.getLogger(name).setLevel(logging.WARNING)
