@@ -18,11 +18,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serving.http.base import make_base, read_bytes, read_model
 from serving.http.errors import client_gone, invalid, unavailable
-from serving.router.forward import Call, Forwarder, bad_gateway, no_worker, reason_of
+from serving.router.forward import Call, Forwarder, bad_gateway, no_worker
 from serving.router.metrics import RouterMetrics
-from serving.router.monitor import ask, describe, watch
+from serving.router.monitor import ask, watch
 from serving.router.policy import POLICIES
-from serving.router.pool import Deregistration, Pool, Registration, Role, Snapshot, State
+from serving.router.pool import (
+    Deregistration,
+    Pool,
+    Registration,
+    Role,
+    Snapshot,
+    State,
+    reason_of,
+)
 
 
 CONNECT_TIMEOUT = 5.0
@@ -113,7 +121,8 @@ def make_app(
         for answer in answers.values():
             if isinstance(answer, httpx.Response):
                 if answer.is_client_error:  # all say the same of a body that is wrong
-                    return JSONResponse(answer.json(), answer.status_code)
+                    content_type = answer.headers.get("content-type")
+                    return Response(answer.content, answer.status_code, media_type=content_type)
                 if answer.is_success:
                     num_aborted += answer.json()["num_aborted"]
         return JSONResponse({"num_aborted": num_aborted})
@@ -125,7 +134,8 @@ def make_app(
             try:
                 status = await ask(client, registration.url)
             except (httpx.HTTPError, ValueError) as error:
-                raise unavailable(f"{registration.url}: {describe(error)}") from error
+                reason = f"GET {registration.url}/disaggregation failed: {reason_of(error)}"
+                raise unavailable(reason) from error
             try:
                 pool.register(registration, status)
             except ValueError as error:
@@ -223,21 +233,21 @@ def _reachable(pool: Pool, *roles: Role) -> list[str]:
 
 async def _ask_all(
     client: httpx.AsyncClient, urls: Sequence[str], path: str, body: bytes
-) -> dict[str, httpx.Response | httpx.TransportError]:
-    async def ask_one(url: str) -> httpx.Response | httpx.TransportError:
+) -> dict[str, httpx.Response | httpx.RequestError]:
+    async def ask_one(url: str) -> httpx.Response | httpx.RequestError:
         try:
             return await client.post(f"{url}{path}", content=body, timeout=BROADCAST_TIMEOUT)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return error
 
     return dict(zip(urls, await asyncio.gather(*map(ask_one, urls)), strict=True))
 
 
-def _is_success(answer: httpx.Response | httpx.TransportError) -> bool:
+def _is_success(answer: httpx.Response | httpx.RequestError) -> bool:
     return isinstance(answer, httpx.Response) and answer.is_success
 
 
-def _said(answer: httpx.Response | httpx.TransportError) -> str:
+def _said(answer: httpx.Response | httpx.RequestError) -> str:
     if isinstance(answer, httpx.Response):
         return f"{answer.status_code} {answer.text}"
     return reason_of(answer)

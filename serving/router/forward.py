@@ -20,11 +20,11 @@ from fastapi import Request as HttpRequest
 from starlette.types import Send
 
 from serving.http.base import read_bytes
-from serving.http.errors import ApiError, invalid, unavailable
+from serving.http.errors import ApiError, unavailable
 from serving.http.events import DONE, event
 from serving.router.metrics import RouterMetrics
 from serving.router.policy import Policy
-from serving.router.pool import Pool, Role, Snapshot
+from serving.router.pool import Pool, Role, Snapshot, reason_of
 
 
 logger = logging.getLogger(__name__)
@@ -196,8 +196,6 @@ class Forwarder:
             is_begun = True
             content = b"".join([chunk async for chunk in chunks])
             return Answer(response.status_code, headers, content)
-        except httpx.LocalProtocolError as error:
-            raise invalid(None, f"the request cannot be passed on: {error}") from error
         except httpx.TransportError as error:
             reason = reason_of(error)
             message = f"decode worker {decode.url} failed: {reason}"
@@ -297,8 +295,3 @@ def _without(headers: Headers, names: Collection[bytes]) -> Headers:
         for name, value in headers
         if name.lower() not in names and name.lower() not in own
     ]
-
-
-def reason_of(error: Exception) -> str:
-    """Some of httpx's errors have no text."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from serving.router.pool import Pool, WorkerStatus
+from serving.router.pool import Pool, WorkerStatus, reason_of
 
 
 POLL_TIMEOUT = 3.0
@@ -32,11 +32,4 @@ async def _poll(pool: Pool, client: httpx.AsyncClient, url: str) -> None:
     try:
         pool.heard(url, await ask(client, url), asked_at)
     except (httpx.HTTPError, ValueError) as error:
-        pool.not_heard(url, describe(error))
-
-
-def describe(error: Exception) -> str:
-    """Why a worker did not answer as it should, in one line."""
-    if isinstance(error, ValueError):
-        return f"GET /disaggregation answered something else: {error}".replace("\n", " ")
-    return f"GET /disaggregation failed: {type(error).__name__}: {error}".removesuffix(": ")
+        pool.not_heard(url, f"GET /disaggregation failed: {reason_of(error)}")

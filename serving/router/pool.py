@@ -67,6 +67,11 @@ def _transfer_address(text: str) -> str:
         raise ValueError(f"a transfer address is HOST:PORT: {error}") from None
 
 
+def reason_of(error: Exception) -> str:
+    """An error in one line; some of httpx's have no text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ").replace("\n", " ")
+
+
 WorkerUrl = Annotated[str, AfterValidator(worker_url)]
 TransferAddress = Annotated[str, AfterValidator(_transfer_address)]
 
@@ -236,8 +241,11 @@ class Pool:
 
     @contextlib.contextmanager
     def holding(self, url: str, num_tokens: int) -> Iterator[None]:
-        """Counts a request with about so many prompt tokens as under way at an online worker."""
-        worker = self._workers[url]
+        """Counts a request with about so many prompt tokens as under way at a worker."""
+        worker = self._workers.get(url)
+        if worker is None:  # forgotten since it was chosen
+            yield
+            return
         worker.num_requests += 1
         worker.num_tokens += num_tokens
         try:

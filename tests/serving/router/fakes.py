@@ -116,7 +116,7 @@ class FakeWorker:
             writer.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().removesuffix("\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").removesuffix("\r\n\r\n")
         asked = Asked(head, b"", writer)
         asked.body = await reader.readexactly(int((asked.header("content-length") or ["0"])[0]))
         if asked.target == "/disaggregation":

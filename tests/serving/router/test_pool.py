@@ -233,6 +233,9 @@ def test_news_of_a_worker_that_is_gone_changes_nothing(pool, clock):
     pool.heard("http://gone:1", status(), clock.now)
     pool.not_heard("http://gone:1", "no answer")
     pool.suspect("http://gone:1", "ReadError")
+    pool.deregister("http://gone:1")
+    with pool.holding("http://gone:1", 5):
+        pass
     assert len(pool.workers()) == 2
 
 
