@@ -37,14 +37,13 @@ def parse(command: list[str]) -> argparse.Namespace:
     """A `jaxmoe ...` command by its own parser, checked as when it runs."""
     program, name, *arguments = command
     assert program == "jaxmoe"
-    parser = argparse.ArgumentParser()
-    importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
-    if name != "serve":
-        return parser.parse_args(arguments)
-    for flag in PENDING_FLAGS:
+    parser = argparse.ArgumentParser(conflict_handler="resolve")  # real flags replace pending ones
+    for flag in PENDING_FLAGS if name == "serve" else ():
         parser.add_argument(flag)
+    importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
     args = parser.parse_args(arguments)
-    from_arguments(args)
+    if name == "serve":
+        from_arguments(args)
     return args
 
 
