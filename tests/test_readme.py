@@ -26,7 +26,7 @@ def test_every_flag_is_described(field):
 def test_every_flag_and_policy_of_the_router_is_described():
     parser = argparse.ArgumentParser(add_help=False)
     router_cli.add_arguments(parser)
-    (section,) = re.findall(r"^### [^\n]*the router\n(.*?)^### ", README, re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(r"(?ms)^### [^\n]*[Tt]he router\n(.*?)^### ", README)
     flags = re.findall(r"--[a-z-]+", parser.format_usage())
     assert flags and all(f"`{name}`" in section for name in [*flags, *POLICIES])
 
