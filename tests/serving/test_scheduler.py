@@ -441,3 +441,74 @@ def test_experts_move_when_all_are_ready_and_not_when_one_gives_up(wishes, decid
     for order in (wishes.split(), wishes.split()[::-1]):
         proposals = [Proposal(rebalance=Rebalance[wish]) for wish in order]
         assert decide(proposals, None).rebalance is Rebalance[decided]
+
+
+class Transfer:
+    """Of a request's pages: cancelled once, or over."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def cancel(self) -> None:
+        assert not self.is_over
+        self.is_over = True
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_ranks=st.integers(1, 3), shares=st.booleans())
+def test_what_is_fetched_has_pages_until_it_is_there(data, num_ranks, shares):
+    """Requests whose latents come from elsewhere: any may come at any time, be aborted or lose its
+    pages; then its transfer is cancelled before the pages are anyone else's."""
+    pools = [PagePool(9, PAGE) for _ in range(num_ranks)]
+    scheduler = Scheduler(pools, Limits(3, 8, 8), prefix_cache=shares, prefills=False)
+    start = [1] * 6
+    requests = [
+        make_request(f"r{i}", start[: i % 7] + [i + 2] * (1 + i % 11), 1 + i % 9) for i in range(14)
+    ]
+    unsent, active = list(requests), []
+    transfers: dict[Request, Transfer] = {}
+    for _ in range(400):
+        if unsent and data.draw(st.booleans()):
+            active.append(unsent.pop())
+            scheduler.add(active[-1])
+        for request in scheduler.reserve():
+            assert request.phase is Phase.TRANSFER
+            assert len(request.pages) == -(-request.num_tokens // PAGE)
+            assert request.num_computed % PAGE == 0 and request.num_computed < request.num_tokens
+            request.incoming = transfers[request] = Transfer()
+        held = [page for running in scheduler.running for r in running for page in r.pages]
+        assert shares or len(held) == len({(r.rank, p) for r in active for p in r.pages})
+        underway = [request for request in active if request.phase is Phase.TRANSFER]
+        assert all(transfers[request].is_over is False for request in underway)
+        if underway and data.draw(st.booleans()):
+            request = data.draw(st.sampled_from(underway))
+            if data.draw(st.integers(0, 5)) == 0:
+                scheduler.remove(request, Phase.FAILED)
+                active.remove(request)
+                assert transfers[request].is_over and not request.pages
+            else:
+                request.incoming, transfers[request].is_over = None, True
+                scheduler.advance(request, request.num_tokens)
+                request.move_to(Phase.DECODE)
+                request.output_ids.append(7)
+        work = scheduler.propose()
+        assert work.prefill_tokens == 0
+        if work.decode_rows:
+            batch = scheduler.next(StepPhase.DECODE)
+            assert isinstance(batch, ScheduledDecode)
+            for request in batch.all_requests:
+                scheduler.advance(request, request.num_tokens)
+                request.output_ids.append(7)
+                if len(request.output_ids) > request.params.max_new_tokens:
+                    scheduler.remove(request, Phase.DONE)
+                    active.remove(request)
+        scheduler.check_integrity()
+        for request in active:
+            if request.phase is Phase.WAITING and request in transfers:
+                assert transfers[request].is_over, "it has lost its pages"
+        if not unsent and not active:
+            break
+    for request in active:
+        scheduler.remove(request, Phase.FAILED)
+    scheduler.check_integrity()
+    assert scheduler.page_usage == 0
