@@ -11,10 +11,11 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from custom_calls import runtime
 from jaxmoe import sharding
@@ -69,11 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(config: ServerConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,  # libraries imported above have set up the root logger their way
-    )
+    server.set_up_logging(config.log_level)
     prepare_devices(config.ranks_per_node, config.compilation_cache_dir, config.base_gpu_id)
     try:
         if config.node_rank > 0:
@@ -186,13 +183,17 @@ class Node:
 def _make_worker(
     config: ServerConfig, node: Node, listener: socket.socket, transfers: socket.socket | None
 ) -> Worker:
-    server = None
+    prefill = None
     if transfers is not None:
-        server = make_prefill_server(
+        prefill = make_prefill_server(
             config, node.engine, node.loop, transfers, _model_digest(config),
             _failure_probability(),
         )  # fmt: skip
-    worker = Worker(config, listener, node.fetcher, server, transfers)
+        Gauge(
+            "jaxmoe_kv_transfers_unconfirmed", "That decode workers have not said to be done with",
+            registry=node.registry,
+        ).set_function(partial(getattr, prefill, "num_unconfirmed"))  # fmt: skip
+    worker = Worker(config, listener, node.fetcher, prefill, transfers)
     if worker.counts is not None:
         node.registry.register(CountsCollector("kv_transfer", worker.counts))
     return worker

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from serving.engine import Engine, StepResult
-from serving.kv_transfer.arrivals import ArrivedPages, ArrivedToken, Fetches, Lost
+from serving.kv_transfer.arrivals import Arrival, ArrivedPages, ArrivedToken, Fetches, Lost
 from serving.lockstep import Decision, Proposal, Rebalance, Record, decide
 from serving.metrics import LoopMetrics
 from serving.peers import Peers
@@ -359,9 +359,8 @@ class ServingLoop:
 
     def _fetch(self, fetcher: Fetches) -> None:
         """Take in what has come from prefill workers, ask them for what waiting requests need."""
-        # A transfer that was cancelled may still have things on their way.
-        arrivals = [a for a in fetcher.arrivals() if a.request.incoming is a.incoming]
-        pages = [arrival for arrival in arrivals if isinstance(arrival, ArrivedPages)]
+        arrivals = fetcher.arrivals()
+        pages = [a for a in arrivals if isinstance(a, ArrivedPages) and _is_awaited(a)]
         try:
             self._engine.write_pages(
                 [(a.request.rank, a.request.pages[a.first :][: a.count], a.block) for a in pages]
@@ -370,6 +369,8 @@ class ServingLoop:
             self._fail([], error)
             return
         for arrival in arrivals:
+            if not _is_awaited(arrival):
+                continue
             if isinstance(arrival, ArrivedToken):
                 self._take_first_token(fetcher, arrival)
             elif isinstance(arrival, Lost):
@@ -590,6 +591,11 @@ class ServingLoop:
         with self._lock:
             self._num_waiting = 0
         self._watcher()
+
+
+def _is_awaited(arrival: Arrival) -> bool:
+    """A transfer that is over may still have had things on their way."""
+    return arrival.request.incoming is arrival.incoming
 
 
 def _with_prompt(request: Request, output: Output) -> Output:

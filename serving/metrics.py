@@ -38,6 +38,7 @@ class LoopMetrics:
             )
 
         self._running = gauge("num_running_reqs", "Requests that hold pages")
+        self._transferring = gauge("num_transferring_reqs", "Of those, awaiting a prefill worker")
         self._queued = gauge("num_queue_reqs", "Requests that wait for pages")
         self._token_usage = gauge("token_usage", "Share of the cache's pages in use")
         self._retracted = gauge("num_retracted_reqs", "Times a request lost its pages to others")
@@ -68,6 +69,7 @@ class LoopMetrics:
 
     def observe_state(self, scheduler: Scheduler) -> None:
         self._running.set(scheduler.num_running)
+        self._transferring.set(scheduler.num_transferring)
         self._queued.set(len(scheduler.waiting))
         self._token_usage.set(scheduler.page_usage)
         self._retracted.set(scheduler.num_retracted)

@@ -23,7 +23,6 @@ from serving.disaggregation import WILDCARDS
 from serving.http import server
 from serving.roles import Role
 from serving.router.app import make_app
-from serving.router.cli import set_up_logging
 from serving.router.pool import Pool
 
 
@@ -38,7 +37,7 @@ HEALTH_SECONDS = 0.1
 def serve(config: ServerConfig) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Raises ValueError for what is refused."""
     commands = worker_commands(config)
-    set_up_logging(config.log_level)
+    server.set_up_logging(config.log_level)
     with server.listen(config.host, config.port) as listener:
         host, port = listener.getsockname()[:2]
         near = "127.0.0.1" if host in WILDCARDS else host

@@ -184,6 +184,12 @@ class Scheduler:
         return sum(map(len, self.running))
 
     @property
+    def num_transferring(self) -> int:
+        """Of those, how many are waiting for their latents from elsewhere."""
+        running = (request for of_rank in self.running for request in of_rank)
+        return sum(request.phase is Phase.TRANSFER for request in running)
+
+    @property
     def page_usage(self) -> float:
         """Share of all pages that requests hold."""
         usable = sum(cache.num_usable for cache in self._caches)

@@ -1,6 +1,7 @@
 """A port to listen on, and an application served there until a signal ends it."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -9,6 +10,17 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from serving.connection import format_address
+
+
+def set_up_logging(level: str) -> None:
+    """For the whole process."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # libraries may have set up the root logger their way
+    )
+    for name in ("httpx", "httpcore"):  # they would write of every poll and beat
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,6 @@
 """`jaxmoe router`: one address in front of prefill and decode workers."""
 
 import argparse
-import logging
 
 from serving.http import server
 from serving.router.app import make_app
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.request_timeout is not None and not args.request_timeout > 0:
         raise ValueError(f"--request-timeout must be above 0, got {args.request_timeout:g}")
     pool = Pool(args.prefill, args.decode)
-    set_up_logging(args.log_level)
+    server.set_up_logging(args.log_level)
     app = make_app(
         pool,
         policy=args.policy,
@@ -71,13 +70,3 @@ def run(args: argparse.Namespace) -> int:
     with server.listen(args.host, args.port) as listener:
         server.run(app, listener, log_level=args.log_level, drain_timeout=DRAIN_SECONDS)
     return 0
-
-
-def set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,  # whatever libraries have set up
-    )
-    for name in ("httpx", "httpcore"):  # they would write of every poll
-        logging.getLogger(name).setLevel(logging.WARNING)

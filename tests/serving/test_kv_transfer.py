@@ -15,6 +15,7 @@ from serving.connection import Connection, format_address
 from serving.engine import Engine
 from serving.kv_transfer import fetcher as fetchers
 from serving.kv_transfer import server as servers
+from serving.kv_transfer.arrivals import ArrivedToken, Lost
 from serving.kv_transfer.backends import BACKENDS, make_backend
 from serving.kv_transfer.fetcher import Fetcher
 from serving.kv_transfer.messages import (
@@ -379,6 +380,22 @@ def test_a_prompt_that_does_not_come_is_given_up(new_pair, prefill_engine, monke
     answer = pair.run([make_prompt(20)], [GREEDY])[0]
     assert "not done within 0.5 s" in answer.outputs[-1].error
     gate.set()
+
+
+def test_what_is_lost_when_it_has_arrived_is_not_lost(new_pair, monkeypatch):
+    """A deadline may pass between the last page and the loop's next look."""
+    pair = new_pair()
+    arrivals = pair.fetcher.arrivals
+
+    def with_losses():
+        found = arrivals()
+        lost = [Lost(a.request, a.incoming, "late", "x") for a in found]
+        return [*found, *lost] if any(isinstance(a, ArrivedToken) for a in found) else found
+
+    monkeypatch.setattr(pair.fetcher, "arrivals", with_losses)
+    one = dataclasses.replace(GREEDY, max_new_tokens=1)  # over when its first token is there
+    answers = pair.run([make_prompt(20), make_prompt(30)], [GREEDY, one])
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
 
 
 def test_what_was_changed_on_the_way_is_not_used(new_pair, monkeypatch):
