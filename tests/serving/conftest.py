@@ -1,5 +1,6 @@
 """A small model served by a real engine and loop, compiled once for all tests of this folder."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -328,15 +329,27 @@ def new_client(compilations: CompilationCounter) -> Callable[..., Client]:
     )
 
 
-@pytest.fixture
-def client(engine: Engine, compilations: CompilationCounter) -> Iterator[Client]:
-    """A running loop. When the test is over, nothing was compiled and every page is free."""
-    client = make_client(engine, compilations, Alone())
+@contextlib.contextmanager
+def running(client: Client) -> Iterator[Client]:
+    """With its loop started. When it has ended, nothing was compiled and every page is free."""
     client.loop.start()
-    yield client
-    client.loop.shutdown()
+    try:
+        yield client
+    finally:
+        client.loop.shutdown()
     client.check_free()
     assert client.metric("compilations_after_ready") == 0
+
+
+@pytest.fixture(name="running")
+def _running() -> Callable[[Client], contextlib.AbstractContextManager[Client]]:
+    return running
+
+
+@pytest.fixture
+def client(engine: Engine, compilations: CompilationCounter) -> Iterator[Client]:
+    with running(make_client(engine, compilations, Alone())) as client:
+        yield client
 
 
 @pytest.fixture

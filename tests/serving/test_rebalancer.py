@@ -1,6 +1,5 @@
 """Experts that move while a real loop serves: the same answers, nothing compiled, no hang."""
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -94,21 +93,12 @@ def any_gain_pays(monkeypatch):
 
 
 @pytest.fixture
-def serve(new_client):
-    """`serve(engine, rebalancer)`: a running loop; when it ends, nothing was compiled and every
-    page is free."""
+def serve(new_client, running):
+    """`serve(engine, rebalancer)`: `running` such a loop."""
 
-    @contextlib.contextmanager
     def run(engine, rebalancer=None):
         peers = Alone() if rebalancer is None else rebalancer.peers
-        client = new_client(peers, engine, rebalancer=rebalancer)
-        client.loop.start()
-        try:
-            yield client
-        finally:
-            client.loop.shutdown()
-        client.check_free()
-        assert client.metric("compilations_after_ready") == 0
+        return running(new_client(peers, engine, rebalancer=rebalancer))
 
     return run
 

@@ -1,6 +1,5 @@
 """The expert distribution recorder in a running loop: what it counts, and what it refuses."""
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +21,12 @@ NUM_TOKENS = sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS)
 
 
 @pytest.fixture
-def recording(new_client, engine, tmp_path):
-    """`recording(mode, ...)`: the client of a running loop, whose files are in `tmp_path`."""
+def recording(new_client, running, engine, tmp_path):
+    """`recording(mode, ...)`: `running` a loop whose files are in `tmp_path`."""
 
-    @contextlib.contextmanager
     def run(mode=RecordingMode.STAT, **options):
         chosen = RecorderOptions(mode, directory=tmp_path, **options)
-        client = new_client(Alone(), engine, prefix_cache=False, recorder_options=chosen)
-        client.loop.start()
-        try:
-            yield client
-        finally:
-            client.loop.shutdown()
-        client.check_free()
-        assert client.metric("compilations_after_ready") == 0
+        return running(new_client(Alone(), engine, prefix_cache=False, recorder_options=chosen))
 
     return run
 
