@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import grouped_gemm as common
+import grouped_gemm as common
+import report
 from custom_calls import deep_gemm
 from custom_calls.deep_gemm import library, tiles
 from custom_calls.deep_gemm.tiles import Layout, Problem, Tile
@@ -55,7 +56,7 @@ def main() -> int:
             break
         results += measure(case, each, args)
         if args.output:
-            args.output.write_text(json.dumps(common.rounded(results)) + "\n", encoding="utf-8")
+            args.output.write_text(json.dumps(report.rounded(results)) + "\n", encoding="utf-8")
     return 0
 
 
@@ -114,7 +115,7 @@ def measure(
     if best:
         print(f"{case.label}: chosen {chosen:.1f} us, {chosen / best[0]['us']:.3f} of the best")
     for row in best[:4] + [row for row in rows if "error" in row][:2]:
-        common.progress(f"  {json.dumps(common.rounded(row))}")
+        common.progress(f"  {json.dumps(report.rounded(row))}")
     return rows
 
 

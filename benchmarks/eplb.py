@@ -22,9 +22,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import shlex
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -38,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import report
 from custom_calls.grouped_gemm import row_alignment
 from custom_calls.layouts import ContiguousTokens
 from jaxmoe.assets import EMBEDDED_MODEL
@@ -73,14 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "redundant": args.redundant,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        **report.origin(args.commit),
     }
     parts = {"ranks": measure_ranks, "counting": measure_counting, "serving": measure_serving}
     for name in args.parts or parts:
         document[name] = parts[name](args)
-        if args.output:
-            args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        report.write(args.output, document)
     print(json.dumps(document))
     return 0
 
@@ -102,11 +99,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE", help="write the results as JSON")
     add("--commit", metavar="ID", help="where git has none")
     return parser.parse_args(argv)
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def server_config(args: argparse.Namespace, **flags: Any) -> ServerConfig:

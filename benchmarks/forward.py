@@ -11,12 +11,9 @@ and prefilling it must agree. Compilations are counted while timing.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 import zlib
@@ -29,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import report
 from custom_calls import deep_gemm
 from jaxmoe import batch, kv_cache, sharding
 from jaxmoe.batch import Batch
@@ -116,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        **report.origin(args.commit),
     }
     plans = make_plans(
         "auto",
@@ -131,10 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     document["prefill"] = measure(model, steps, prompts, args.requests * args.prompt, args)
     tokens = decode_batch(args.batch, args.prompt)
     document["decode"] = measure(model, steps, tokens, args.batch, args)
-    write(document, args.output)  # the comparison needs more memory
+    report.write(args.output, report.rounded(document))  # the comparison needs more memory
     document |= check(model, plans)
-    write(document, args.output)
-    print(json.dumps(rounded(document), indent=1))
+    report.write(args.output, report.rounded(document))
+    print(json.dumps(report.rounded(document), indent=1))
     return 0
 
 
@@ -340,26 +337,6 @@ def timed(step: Callable[[], Any]) -> float:
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
-
-
-def write(document: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(rounded(document), indent=1) + "\n", encoding="utf-8")
-
-
-def commit() -> str | None:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        where = Path(__file__).resolve().parent
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-    return None
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    return {key: rounded(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import importlib.metadata
 import json
 import math
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import report
 from custom_calls.gemm import gemm_fp8
 from custom_calls.grouped_gemm import grouped_gemm, pallas
 from custom_calls.layouts import (
@@ -55,7 +55,6 @@ from custom_calls.layouts import (
 from custom_calls.quantize import reference
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 ALIGNMENT = 128
 L2_BYTES = 60e6
 MAX_SETS = 48
@@ -236,8 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     document: dict[str, Any] = {
         "benchmark": "grouped_gemm",
-        "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        **report.origin(args.commit),
         "failures": {},
     }
     failures = document["failures"]
@@ -251,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     package = load_package(args, cases, failures)
     document |= {"machine": machine(), "versions": versions(package)}
     document["ceilings"] = {} if args.no_ceilings else ceilings(args, failures)
-    progress(f"ceilings {json.dumps(rounded(document['ceilings']))}")
+    progress(f"ceilings {json.dumps(report.rounded(document['ceilings']))}")
 
     results: list[dict[str, Any]] = document.setdefault("results", [])
     for index, case in enumerate(cases):
@@ -268,10 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_ratios(rows, case, document["ceilings"])
         results += rows
         for row in rows:
-            progress(f"{time.monotonic() - began:4.0f}s {json.dumps(rounded(row))}")
-        write(args.output, document)
+            progress(f"{time.monotonic() - began:4.0f}s {json.dumps(report.rounded(row))}")
+        report.write(args.output, report.rounded(document))
     document["seconds"] = time.monotonic() - began
-    write(args.output, document)
+    report.write(args.output, report.rounded(document))
     if args.plot:
         plot(results, args.plot)
     print_table(document)
@@ -995,11 +993,6 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write(path: Path | None, document: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(rounded(document), indent=1) + "\n", encoding="utf-8")
-
-
 def print_table(document: dict[str, Any]) -> None:
     """A line for each case: microseconds, and the percentage of the bound."""
     rows_of: dict[str, dict[str, dict[str, Any]]] = {}
@@ -1086,28 +1079,11 @@ def machine() -> dict[str, Any]:
 
 
 def versions(package: Any) -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "sgl-deep-gemm")
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found = report.versions(*names)
     if package is not None:
         found["package"] = getattr(package, "__version__", "unknown")
     return found
-
-
-def commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

@@ -16,13 +16,9 @@ far more than its share. `cpu_seconds` shows what each side spent.
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,8 +26,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import report
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+
 TARGET_SPEEDUP = 3.0
 # Not batched_mm: it copies the weights of every token's experts, minutes for one trial on CPU.
 EXPERT_IMPLEMENTATIONS = ("grouped_mm", "eager")
@@ -90,7 +87,7 @@ def compare(args: argparse.Namespace, model_dir: Path) -> dict:
             "tokens_equal_transformers": equal_fraction(run.tokens, theirs.tokens),
         }
     rates["transformers"]["experts"] = theirs.experts
-    return rounded(
+    return report.rounded(
         {
             "benchmark": "offline",
             "unit": "generated tokens/s, prefill included",
@@ -100,15 +97,12 @@ def compare(args: argparse.Namespace, model_dir: Path) -> dict:
             "repeats": args.repeats,
             "results": rates,
             "target_speedup": TARGET_SPEEDUP,
-            "machine": machine()
+            "machine": report.machine()
             | {"load_before_and_after": [load_before, os.getloadavg()[0]]}
             | {"memory_gb_per_s": bandwidth / 1e9},
             "torch_threads": args.torch_threads,
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers")
-            },
-            "commit": commit(),
-            "command": shlex.join(["python", *sys.argv]),
+            "versions": report.versions("jax", "torch", "transformers"),
+            **report.origin(),
         }
     )
 
@@ -230,38 +224,6 @@ def _timed(function) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
-
-
-def machine() -> dict:
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def commit() -> str | None:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def rounded(value):
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return value
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ peaks of temporary memory are XLA's own analysis of the compiled steps.
 import argparse
 import dataclasses
 import json
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import report
 from custom_calls import runtime
 from custom_calls.runtime import Link
 from jaxmoe import sharding
@@ -56,13 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decode_context": args.context,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        **report.origin(args.commit),
     }
     for phase, tokens in (("prefill", args.prefill_tokens), ("decode", args.decode_rows)):
         document[phase] = measure(model, phase, tokens, args)
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(args.output, document)
     print(json.dumps(document))
     return 0
 
@@ -80,11 +77,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--commit", metavar="ID", help="where git has none")
     add("--dry-run", action="store_true", help="a small model")
     return parser.parse_args(argv)
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def random_model(args: argparse.Namespace) -> ShardedModel:

@@ -17,9 +17,7 @@ import importlib
 import importlib.metadata
 import itertools
 import json
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import report
 from custom_calls import permute, quantize
 from custom_calls.layouts import ContiguousTokens, MaskedTokens
 from custom_calls.quantize import reference
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 L2_BYTES = 60e6
 TOP_K = 8
 ALIGNMENT = 128
@@ -59,19 +57,17 @@ class Case:
 def main() -> int:
     args = parse_arguments()
     copy = copy_bandwidth(args)
-    print(json.dumps(rounded({"case": "copy", "gb_per_s": copy / 1e9})), flush=True)
+    print(json.dumps(report.rounded({"case": "copy", "gb_per_s": copy / 1e9})), flush=True)
     results = list(sweep(args, copy) if args.sweep else compare(args, copy))
     document = {
         "benchmark": "quantize_permute",
         "copy_gb_per_s": copy / 1e9,
         "results": results,
         "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "versions": report.versions("jax", "jax-triton", "triton"),
+        **report.origin(),
     }
-    if args.output:
-        args.output.write_text(json.dumps(rounded(document), indent=1) + "\n", encoding="utf-8")
+    report.write(args.output, report.rounded(document))
     print_table(results, copy)
     return int(any("error" in result for result in results))
 
@@ -132,7 +128,7 @@ def measured(
     except Exception as error:
         traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {error}"[:500]
-    print(json.dumps(rounded(row)), flush=True)
+    print(json.dumps(report.rounded(row)), flush=True)
     return row
 
 
@@ -367,30 +363,6 @@ def print_table(results: list[dict[str, Any]], copy: float) -> None:
             f"{label} {row['us']:9.1f} {device:>9} {row['gb_per_s']:7.0f} {row['of_copy']:8.0%}  "
             f"{row['wrong'] or 'equal'}{'' if row['cold'] else ', in L2'} {constants}"
         )
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("jax", "jax-triton", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":
