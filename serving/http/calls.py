@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from serving.http.errors import client_gone, failed, invalid, peer_failed, unavailable
+from serving.http.errors import ApiError, client_gone, failed, invalid, peer_failed, unavailable
 from serving.lockstep import Record
 from serving.loop import QueueFullError
 from serving.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
@@ -200,6 +200,12 @@ class Call:
         for rid in self.unfinished_rids():
             self._calls.loop.abort(rid)
 
+    async def end(self) -> None:
+        """End what is not finished, and wait until it has ended."""
+        self.abort()
+        async for _ in self:
+            pass
+
     def close(self) -> None:
         """End what is not finished; nothing more is read."""
         self.abort()
@@ -253,6 +259,10 @@ async def watched(call: Call, receive: Receive) -> AsyncIterator[asyncio.Task[No
     watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
     try:
         yield watcher
+    except ApiError:
+        # Whoever is told of it may ask again at once, with the same ids.
+        await call.end()
+        raise
     finally:
         watcher.cancel()
         call.close()

@@ -2,6 +2,7 @@
 come. The loop is a stub that answers at once."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import httpx
@@ -108,6 +109,33 @@ def test_a_prompt_that_does_not_come_is_a_503_that_names_the_peer(path, is_strea
     assert answer.headers["X-Failed-Peer"] == "10.0.0.7:8998"
     assert answer.headers["Retry-After"] == "1"
     assert "gone" in answer.json()["error"]["message"]
+
+
+class HalfLostLoop(StubLoop):
+    """The first request is lost; the others end a while after they are told to."""
+
+    def submit(self, requests: list[Request]) -> None:
+        first, *others = requests
+        self.going_on = {request.rid: request for request in others}
+        first.sink(LOST)
+
+    def abort(self, rid: str) -> bool:
+        def end() -> None:
+            if request := self.going_on.pop(rid, None):
+                request.sink(Output(finish_reason="abort"))
+
+        threading.Timer(0.1, end).start()
+        return rid in self.going_on
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_ids_are_free_again_when_a_client_is_told_of_a_failure(is_streamed):
+    """A router asks the same worker again at once, for another prefill worker to do it."""
+    loop = HalfLostLoop()
+    body = {"prompt": ["a", "b", "c"], "rid": ["1", "2", "3"], "stream": is_streamed}
+    answer = ask(loop, Role.DECODE, "POST", "/v1/completions", json=body, headers=PREFILL)
+    assert answer.status_code == 503
+    assert not loop.going_on
 
 
 def test_what_fails_after_the_first_token_ends_a_stream_with_an_error():
