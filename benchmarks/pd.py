@@ -20,7 +20,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import socket
 import statistics
 import sys
@@ -37,9 +36,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import report
-from jaxmoe.assets import EMBEDDED_MODEL
-from jaxmoe.tasks import evaluation_set
-from jaxmoe.tokenizer import Tokenizer
+from prompts import Prompts
 from servers import Server, wait_until_healthy
 from serving.kv_transfer.backends import BACKENDS, make_backend
 from serving.kv_transfer.messages import CODEC, Pages, Ping, TransferConnection, Welcome
@@ -219,21 +216,10 @@ async def take_turns(
 
 
 def make_prompts(load: Load, seed: int) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Short prompts of each stream, and long ones. None starts like another, so that none is found
-    cached."""
-    tokenizer = Tokenizer.load(EMBEDDED_MODEL)
-    items = list(evaluation_set("new_seeds"))
-    rng = random.Random(seed)
-
-    def prompt(num_tokens: int) -> list[int]:
-        ids: list[int] = []
-        while len(ids) < num_tokens:
-            item = rng.choice(items)
-            ids += tokenizer.encode(f"{item.question}\n{item.solution}\n\n")
-        return ids[-num_tokens:]
-
-    short = [[prompt(SHORT_TOKENS) for _ in range(load.num_short)] for _ in range(load.num_streams)]
-    return short, [prompt(load.long_tokens) for _ in range(load.num_long)]
+    """Short prompts of each stream, and long ones; none was there before, so none is cached."""
+    draw = Prompts(seed).draw
+    short = [[draw(SHORT_TOKENS) for _ in range(load.num_short)] for _ in range(load.num_streams)]
+    return short, [draw(load.long_tokens) for _ in range(load.num_long)]
 
 
 async def run_round(

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import pd
+from benchmarks import pd, pd_soak
 from serving.kv_transfer.backends import BACKENDS
 
 
@@ -31,3 +31,14 @@ def test_latency_and_transfer(tmp_path, capsys):
     assert all(0 < rate["median"] <= rate["max"] < 1000 for rate in rates.values())
     printed = capsys.readouterr().out
     assert "0 of 4 answers differ" in printed
+
+
+def test_soak(capsys):
+    status = pd_soak.main(["--minutes", "0.2"])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    found = json.loads(printed.splitlines()[-1])
+    assert found["violations"] == 0
+    assert found["outcomes"]["right"] > 0 and sum(found["faults"].values()) > 0
+    assert found["longest_seconds"] < pd_soak.BOUND_SECONDS
+    assert set(found["growth_mb"]) == {"prefill 0", "prefill 1", "decode 0", "decode 1"}
