@@ -17,7 +17,7 @@ import jaxmoe
 from serving.config import ServerConfig
 from serving.connection import format_address
 from serving.engine import Engine
-from serving.kv_transfer.backends import make_backend
+from serving.kv_transfer.backends import Backend, make_backend
 from serving.kv_transfer.fetcher import Fetcher
 from serving.kv_transfer.messages import SILENCE_SECONDS, Hello
 from serving.kv_transfer.server import PrefillServer
@@ -37,13 +37,7 @@ def make_fetcher(config: ServerConfig, engine: Engine, peers: Peers, digest: str
     """Of a decode worker's loop. `digest` says which model this is."""
     return Fetcher(
         _hello(config, engine, digest),
-        make_backend(
-            config.disaggregation_transfer_backend,
-            config.host,
-            checksums=config.disaggregation_checksums,
-            timeout=SILENCE_SECONDS,
-        ),
-        engine.block,
+        _backend(config, engine),
         engine.placed_on,
         engine.limits.page_size,
         timeout=config.disaggregation_timeout,
@@ -64,13 +58,18 @@ def make_prefill_server(
         loop,
         listener,
         _hello(config, engine, digest),
-        make_backend(
-            config.disaggregation_transfer_backend,
-            config.host,
-            checksums=config.disaggregation_checksums,
-            timeout=SILENCE_SECONDS,
-        ),
+        _backend(config, engine),
         failure_probability=failure_probability,
+    )
+
+
+def _backend(config: ServerConfig, engine: Engine) -> Backend:
+    return make_backend(
+        config.disaggregation_transfer_backend,
+        config.host,
+        engine.block,
+        checksums=config.disaggregation_checksums,
+        timeout=SILENCE_SECONDS,
     )
 
 

@@ -1,8 +1,9 @@
 """How the bytes of pages get from one worker's memory to the other's.
 
-A worker has one `Backend`, of the same name on both sides. The prefill side turns a block into what
-a `Pages` message says of it, a `Receiver` on the decode side turns that into a block on a device.
-Control is not here: a receiver is only asked for what was sent.
+A worker has one `Backend`, of the same name on both sides. On each connection a `Sender` on the
+prefill side turns blocks into what `Pages` messages say of them, and a `Receiver` on the decode
+side turns that into blocks on a device, in the same order. Control is not here: a receiver is only
+asked for what was sent.
 
 - `socket`: the bytes follow the message on the same connection, from host memory to host memory.
 - `jax`: `jax.experimental.transfer` pulls the block from device to device.
@@ -12,6 +13,7 @@ import dataclasses
 import itertools
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -36,72 +38,100 @@ class TransferError(RuntimeError):
 
 
 @runtime_checkable
+class Sender(Protocol):
+    endpoint: str
+    """What the backend on the other side makes its receiver of."""
+
+    def send(self, pages: Pages, block: Block) -> int:
+        """Send the message and the first `pages.count` pages of `block`; waits until the block has
+        been computed, and for a receiver only when it is far behind. Returns the number of bytes.
+
+        Raises OSError when the connection cannot go on.
+        """
+        ...
+
+    def close(self) -> None:
+        """The connection has ended."""
+
+
+@runtime_checkable
 class Receiver(Protocol):
-    def receive(
-        self, connection: TransferConnection, pages: Pages, place: SingleDeviceSharding
-    ) -> Block:
+    def receive(self, pages: Pages, place: SingleDeviceSharding) -> Block:
         """The block of a message.
 
         Raises TransferError, and OSError when the connection cannot go on.
         """
         ...
 
+    def close(self) -> None:
+        """The connection has ended."""
+
 
 @runtime_checkable
 class Backend(Protocol):
-    @property
-    def port(self) -> int:
-        """Where receivers reach it, 0 if they need not."""
+    def sender(self, connection: TransferConnection) -> Sender:
+        """Raises OSError when there can be none."""
         ...
 
-    def send(self, connection: TransferConnection, pages: Pages, block: Block) -> int:
-        """Send the message and the first `pages.count` pages of `block`; waits until the block has
-        been computed, not for the network. Returns the number of bytes."""
-        ...
+    def receiver(self, connection: TransferConnection, host: str, endpoint: str) -> Receiver:
+        """For the sender at the other end of the connection, on that host, with that endpoint.
 
-    def receiver(self, host: str, port: int, block: jax.ShapeDtypeStruct) -> Receiver:
-        """For the backend of this port there, whose blocks are such as `block`."""
+        Raises OSError when it cannot be reached.
+        """
         ...
 
 
-def make_backend(name: str, host: str, *, checksums: bool, timeout: float) -> Backend:
-    """Of BACKENDS; `host` is an address of this machine. With `checksums` they are sent along.
-    Pages that do not come for `timeout` seconds are given up."""
-    return SocketBackend(checksums) if name == "socket" else JaxBackend(host, checksums, timeout)
+def make_backend(
+    name: str, host: str, block: jax.ShapeDtypeStruct, *, checksums: bool, timeout: float
+) -> Backend:
+    """Of BACKENDS, for blocks such as `block`; `host` is an address of this machine. With
+    `checksums` they are sent along. Pages that do not come for `timeout` seconds are given up."""
+    if name == "socket":
+        return SocketBackend(block, checksums)
+    return JaxBackend(host, block, checksums, timeout)
 
 
 class SocketBackend:
-    port = 0
-
-    def __init__(self, checksums: bool):
+    def __init__(self, block: jax.ShapeDtypeStruct, checksums: bool):
+        self._block = block
         self._checksums = checksums
 
-    def send(self, connection: TransferConnection, pages: Pages, block: Block) -> int:
-        content = _bytes(block, pages.count)
+    def sender(self, connection: TransferConnection) -> Sender:
+        return _SocketSender(connection, self._checksums)
+
+    def receiver(self, connection: TransferConnection, host: str, endpoint: str) -> Receiver:
+        return _SocketReceiver(connection, self._block)
+
+
+class _SocketSender(Sender):
+    endpoint = ""
+
+    def __init__(self, connection: TransferConnection, checksums: bool):
+        self._connection = connection
+        self._checksums = checksums
+
+    def send(self, pages: Pages, block: Block) -> int:
+        content = bytes_of(block, pages.count)
         checksum = zlib.crc32(content) if self._checksums else None
         pages = dataclasses.replace(pages, num_bytes=content.nbytes, checksum=checksum)
-        connection.send(pages, content)
+        self._connection.send(pages, content)
         return content.nbytes
 
-    def receiver(self, host: str, port: int, block: jax.ShapeDtypeStruct) -> Receiver:
-        return _SocketReceiver(block)
 
-
-class _SocketReceiver:
-    def __init__(self, block: jax.ShapeDtypeStruct):
+class _SocketReceiver(Receiver):
+    def __init__(self, connection: TransferConnection, block: jax.ShapeDtypeStruct):
+        self._connection = connection
         self._block = block
 
-    def receive(
-        self, connection: TransferConnection, pages: Pages, place: SingleDeviceSharding
-    ) -> Block:
+    def receive(self, pages: Pages, place: SingleDeviceSharding) -> Block:
         host = np.zeros(self._block.shape, self._block.dtype)
-        content = _bytes(host, pages.count)
+        content = bytes_of(host, pages.count)
         if content.nbytes != pages.num_bytes:
             # What follows cannot be told apart from messages any more.
             raise OSError(f"{pages.count} pages have {content.nbytes} bytes, announced is {pages}")
-        if not connection.receive_into(content):
+        if not self._connection.receive_into(content):
             raise OSError("the connection ended between pages")
-        _check(content, pages)
+        check(content, pages)
         return jax.device_put(host, place)
 
 
@@ -109,35 +139,53 @@ class JaxBackend:
     """Keeps a block until it is pulled. JAX has no way to take back what a receiver that is gone
     has not pulled: that memory is lost until the process ends."""
 
-    def __init__(self, host: str, checksums: bool, timeout: float):
+    def __init__(self, host: str, block: jax.ShapeDtypeStruct, checksums: bool, timeout: float):
         where = format_address(host, 0)
         # Without an address for the transport a pull ends the connection (jax 0.10.2).
         self._server = transfer.start_transfer_server(jax.local_devices()[0].client, where, [where])
         self._keys = itertools.count()
+        self._block = block
         self._checksums = checksums
         self._timeout = timeout
 
-    @property
-    def port(self) -> int:
-        return int(self._server.address().rpartition(":")[2])
+    def sender(self, connection: TransferConnection) -> Sender:
+        return _JaxSender(connection, self._server, self._keys, self._checksums)
 
-    def send(self, connection: TransferConnection, pages: Pages, block: Block) -> int:
+    def receiver(self, connection: TransferConnection, host: str, endpoint: str) -> Receiver:
+        address = format_address(host, int(endpoint))
+        try:
+            puller = self._server.connect(address)
+        except jax.errors.JaxRuntimeError as error:
+            raise OSError(f"no connection to {address}: {error}") from error
+        return _JaxReceiver(puller, self._block, self._timeout)
+
+
+class _JaxSender(Sender):
+    """`endpoint` is the server's port."""
+
+    def __init__(
+        self,
+        connection: TransferConnection,
+        server: transfer.TransferServer,
+        keys: Iterator[int],
+        checksums: bool,
+    ):
+        self.endpoint = server.address().rpartition(":")[2]
+        self._connection = connection
+        self._server = server
+        self._keys = keys
+        self._checksums = checksums
+
+    def send(self, pages: Pages, block: Block) -> int:
         jax.block_until_ready(block)
         key = next(self._keys)
         self._server.await_pull(key, [block])
-        checksum = zlib.crc32(_bytes(block, pages.count)) if self._checksums else None
-        connection.send(dataclasses.replace(pages, key=key, checksum=checksum))
+        checksum = zlib.crc32(bytes_of(block, pages.count)) if self._checksums else None
+        self._connection.send(dataclasses.replace(pages, key=key, checksum=checksum))
         return block.nbytes
 
-    def receiver(self, host: str, port: int, block: jax.ShapeDtypeStruct) -> Receiver:
-        try:
-            connection = self._server.connect(format_address(host, port))
-        except jax.errors.JaxRuntimeError as error:
-            raise OSError(f"no connection to {format_address(host, port)}: {error}") from error
-        return _JaxReceiver(connection, block, self._timeout)
 
-
-class _JaxReceiver:
+class _JaxReceiver(Receiver):
     def __init__(
         self, puller: transfer.TransferConnection, block: jax.ShapeDtypeStruct, timeout: float
     ):
@@ -145,9 +193,7 @@ class _JaxReceiver:
         self._block = block
         self._timeout = timeout
 
-    def receive(
-        self, connection: TransferConnection, pages: Pages, place: SingleDeviceSharding
-    ) -> Block:
+    def receive(self, pages: Pages, place: SingleDeviceSharding) -> Block:
         wanted = jax.ShapeDtypeStruct(self._block.shape, self._block.dtype, sharding=place)
         deadline = time.monotonic() + self._timeout
         try:
@@ -160,16 +206,17 @@ class _JaxReceiver:
         except jax.errors.JaxRuntimeError as error:
             raise OSError(f"pages could not be pulled: {error}") from error
         if pages.checksum is not None:
-            _check(_bytes(block, pages.count), pages)
+            check(bytes_of(block, pages.count), pages)
         return block
 
 
-def _bytes(block: Any, count: int) -> memoryview:
+def bytes_of(block: Any, count: int) -> memoryview:
     """Of the first `count` pages, on the host."""
     return np.asarray(block)[0, :count].view(np.uint8).reshape(-1).data
 
 
-def _check(content: memoryview, pages: Pages) -> None:
+def check(content: memoryview, pages: Pages) -> None:
+    """Raises TransferError when it is not what was sent."""
     if pages.checksum is not None and (found := zlib.crc32(content)) != pages.checksum:
         raise TransferError(
             f"pages {pages.first} to {pages.first + pages.count - 1} arrived with checksum "

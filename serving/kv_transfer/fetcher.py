@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import jax
 from jax.sharding import SingleDeviceSharding
 
 from serving.connection import parse_address
@@ -67,7 +66,7 @@ class Fetcher:
 
     Args:
       hello: what is said to each of them first.
-      block: of a rank's pages; `place_of(rank)`: where its blocks must be.
+      place_of: where the blocks of a rank must be.
       pages_for: how many pages so many tokens take.
       timeout: seconds after which a transfer that is not over has failed.
       wake: called when something has arrived.
@@ -77,7 +76,6 @@ class Fetcher:
         self,
         hello: Hello,
         backend: Backend,
-        block: jax.ShapeDtypeStruct,
         place_of: Callable[[int], SingleDeviceSharding],
         page_size: int,
         *,
@@ -87,7 +85,6 @@ class Fetcher:
         self.counts = TransferCounts()
         self.hello = hello
         self.backend = backend
-        self.block = block
         self.place_of = place_of
         self._page_size = page_size
         self._timeout = timeout
@@ -272,16 +269,20 @@ class _Link:
         if not isinstance(answer, Welcome):
             raise ValueError(f"it answered hello with {answer and answer.kind}")
         host, _ = parse_address(self.address)
-        receiver = fetcher.backend.receiver(host, answer.port, fetcher.block)
-        with self._lock:
-            self._connection = connection
-            unsent, self._unsent = self._unsent, []
-            for message in unsent:
-                connection.send(message)
+        receiver = fetcher.backend.receiver(connection, host, answer.endpoint)
+        with contextlib.closing(receiver):
+            with self._lock:
+                self._connection = connection
+                unsent, self._unsent = self._unsent, []
+                for message in unsent:
+                    connection.send(message)
+            self._listen(connection, receiver)
+
+    def _listen(self, connection: TransferConnection, receiver: Receiver) -> None:
         while (message := connection.receive()) is not None:
             match message:
                 case Pages():
-                    self._take_pages(connection, receiver, message)
+                    self._take_pages(receiver, message)
                 case Prefilled():
                     self._take_token(message)
                 case Failed():
@@ -292,12 +293,12 @@ class _Link:
                 case _:
                     raise ValueError(f"{message.kind} is not for a decode worker")
 
-    def _take_pages(self, connection: TransferConnection, receiver: Receiver, pages: Pages) -> None:
+    def _take_pages(self, receiver: Receiver, pages: Pages) -> None:
         transfer = self._transfers.get(pages.transfer)
         # Also when nobody wants them any more: they are under way.
         place = self._fetcher.place_of(0) if transfer is None else transfer.place
         try:
-            block = receiver.receive(connection, pages, place)
+            block = receiver.receive(pages, place)
         except TransferError as error:
             if transfer is not None:
                 self._lose(transfer, str(error), tell=Cancel(transfer.number))

@@ -27,9 +27,9 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-    """`port` is that of the backend, 0 if it has none."""
+    """`endpoint` is that of the backend's sender."""
 
-    port: int
+    endpoint: str
     kind: Literal["welcome"] = "welcome"
 
 

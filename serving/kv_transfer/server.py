@@ -17,7 +17,7 @@ from functools import partial
 import jax
 from jaxtyping import Float
 
-from serving.kv_transfer.backends import Backend
+from serving.kv_transfer.backends import Backend, Sender
 from serving.kv_transfer.counts import TransferCounts
 from serving.kv_transfer.messages import (
     CODEC,
@@ -147,7 +147,7 @@ class _Client:
     def __init__(self, server: PrefillServer, connection: TransferConnection):
         self.server = server
         self.connection = connection
-        self._is_welcome = False
+        self.sender: Sender | None = None  # once it is welcome
         self._lock = threading.Lock()
         self._transfers: dict[int, _Sending] = {}
         self._unsent: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -179,7 +179,7 @@ class _Client:
             return self._transfers.pop(number, None)
 
     def ping(self) -> None:
-        if self._is_welcome:  # whose answer comes first
+        if self.sender is not None:  # the answer to hello comes first
             self.connection.send(Ping())
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class _Client:
             if self._greet():
                 while (message := self.connection.receive()) is not None:
                     self._take(message)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             reason = str(error)
         logger.info("the connection of the decode worker %s: %s", self.connection.peer, reason)
         self.server.forget(self)
@@ -212,6 +212,8 @@ class _Client:
                 self.server.loop.abort(transfer.rid)
         self._unsent.put(None)
         self._sending.join()
+        if self.sender is not None:
+            self.sender.close()
         self.connection.close()
 
     def _greet(self) -> bool:
@@ -222,8 +224,9 @@ class _Client:
             logger.warning("refused %s: %s", self.connection.peer, reason)
             self.connection.send(Refusal(reason))
             return False
-        self.connection.send(Welcome(self.server.backend.port))
-        self._is_welcome = True
+        sender = self.server.backend.sender(self.connection)
+        self.connection.send(Welcome(sender.endpoint))
+        self.sender = sender
         logger.info("decode worker %s has connected", self.connection.peer)
         return True
 
@@ -314,9 +317,9 @@ class _Sending:
 
     def _send(self, pages: Pages, block: Float[jax.Array, "1 n L page_size latent"]) -> None:
         if self._client.has(self.number):  # else nobody waits for them any more
-            server = self._client.server
-            num_bytes = server.backend.send(self._client.connection, pages, block)
-            server.counts.move(num_bytes, pages.count)
+            assert self._client.sender is not None
+            num_bytes = self._client.sender.send(pages, block)
+            self._client.server.counts.move(num_bytes, pages.count)
 
     def _fails_now(self) -> bool:
         if self._messages_to_failure == 0:

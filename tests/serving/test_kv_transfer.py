@@ -86,7 +86,7 @@ class Pair:
         self._backend = backend
         self.peers = Alone()
         self.fetcher = Fetcher(
-            HELLO, self.make_backend(), decode_engine.block, decode_engine.placed_on,
+            HELLO, self.make_backend(decode_engine), decode_engine.placed_on,
             decode_engine.limits.page_size, timeout=timeout, wake=self.peers.wake,
         )  # fmt: skip
         self.decode = new_client(
@@ -96,15 +96,15 @@ class Pair:
         self.port = 0
         self.start_prefill(failure_probability)
 
-    def make_backend(self):
-        return make_backend(self._backend, "127.0.0.1", checksums=True, timeout=5.0)
+    def make_backend(self, engine: Engine):
+        return make_backend(self._backend, "127.0.0.1", engine.block, checksums=True, timeout=5.0)
 
     def start_prefill(self, failure_probability: float = 0.0) -> None:
         self.prefill = self._new_client(Alone(), self._engine)
         self.listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self.listener.getsockname()[1]
         self.server = PrefillServer(
-            self.prefill.loop, self.listener, HELLO, self.make_backend(),
+            self.prefill.loop, self.listener, HELLO, self.make_backend(self._engine),
             failure_probability=failure_probability,
         )  # fmt: skip
         self.prefill.loop.start()
@@ -448,7 +448,7 @@ class FakePrefill:
         while (message := connection.receive()) is not None:
             self.heard.append(message)
             if isinstance(message, Hello):
-                connection.send(Welcome(0))
+                connection.send(Welcome(""))
             if isinstance(message, Prefill):
                 for answer, content in self._answers(message):
                     connection.send(answer, memoryview(content) if content else None)
