@@ -193,6 +193,7 @@ class _Client:
             except Exception:
                 logger.exception("cannot send to %s", self.connection.peer)
                 self.connection.finish()
+                return
 
     def _listen(self) -> None:
         reason = "it ended"
