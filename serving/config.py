@@ -25,6 +25,7 @@ from jaxmoe.plan import (
 )
 from serving.connection import parse_address
 from serving.engine import EngineLimits
+from serving.kv_transfer import nixl
 from serving.kv_transfer.backends import BACKENDS
 from serving.overlap import TwoBatchLimits
 from serving.rebalancer import EplbOptions
@@ -154,7 +155,8 @@ class ServerConfig:
     )
     disaggregation_transfer_backend: str = _flag(
         "socket",
-        "how caches get from prefill to decode workers: socket, or jax (jax.experimental.transfer)",
+        "how caches get from prefill to decode workers: socket, jax "
+        "(jax.experimental.transfer), or nixl (an extra)",
         choices=BACKENDS,
     )
     disaggregation_timeout: float = _flag(
@@ -262,6 +264,8 @@ class ServerConfig:
             raise ValueError(
                 f"--disaggregation-timeout must be above 0, got {self.disaggregation_timeout}"
             )
+        if self.disaggregation_transfer_backend == "nixl":
+            nixl.check_installed()
         if self.role is not Role.UNIFIED:
             if self.nnodes > 1:
                 raise ValueError(

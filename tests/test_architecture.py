@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "jaxmoe": {"custom_calls", "jaxmoe"},
     "serving": {"custom_calls", "jaxmoe", "serving"},
 }
-VENDOR = {"torch", "deep_ep", "deep_gemm", "triton"}
+VENDOR = {"torch", "deep_ep", "deep_gemm", "nixl", "triton"}
 # Two places decide for the whole process: the command line's launch and the test configuration.
 MAY_READ_ENVIRONMENT = {"serving/launch.py"}
 
@@ -39,7 +39,8 @@ def imports(tree: ast.AST) -> set[str]:
 def test_imports(path: Path) -> None:
     package = path.parts[0]
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    roots = {name.split(".")[0] for name in imports(tree)}
+    # Of NIXL there is a package for each version of CUDA.
+    roots = {name.split(".")[0].removesuffix("_cu13") for name in imports(tree)}
     ours = roots & set(PACKAGES)
     assert ours <= MAY_IMPORT[package], f"{package} must not import {ours - MAY_IMPORT[package]}"
     for vendor in roots & (VENDOR | {"transformers"}):

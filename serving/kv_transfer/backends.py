@@ -7,6 +7,7 @@ asked for what was sent.
 
 - `socket`: the bytes follow the message on the same connection, from host memory to host memory.
 - `jax`: `jax.experimental.transfer` pulls the block from device to device.
+- `nixl`: see `serving.kv_transfer.nixl`, which needs an extra of the package.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from serving.connection import format_address
 from serving.kv_transfer.messages import Pages, TransferConnection
 
 
-BACKENDS = ("socket", "jax")
+BACKENDS = ("socket", "jax", "nixl")
 
 POLL_SECONDS = 0.0005
 
@@ -86,9 +87,15 @@ def make_backend(
 ) -> Backend:
     """Of BACKENDS, for blocks such as `block`; `host` is an address of this machine. With
     `checksums` they are sent along. Pages that do not come for `timeout` seconds are given up."""
-    if name == "socket":
-        return SocketBackend(block, checksums)
-    return JaxBackend(host, block, checksums, timeout)
+    match name:
+        case "socket":
+            return SocketBackend(block, checksums)
+        case "jax":
+            return JaxBackend(host, block, checksums, timeout)
+        case _:
+            from serving.kv_transfer.nixl import NixlBackend  # which imports this module
+
+            return NixlBackend(block, checksums, timeout)
 
 
 class SocketBackend:

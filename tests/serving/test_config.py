@@ -1,5 +1,7 @@
 """The flags of a group of processes."""
 
+import importlib.util
+
 import pytest
 
 from jaxmoe.assets import EMBEDDED_MODEL
@@ -64,6 +66,12 @@ def test_the_address_of_node_rank_0(address, expected):
 def test_what_does_not_fit_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         ServerConfig(**flags)
+
+
+def test_a_transfer_backend_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: `pip install jaxmoe\[nixl\]`"):
+        ServerConfig(disaggregation_transfer_backend="nixl")
 
 
 def test_the_fingerprint_is_what_all_nodes_share():

@@ -1,7 +1,9 @@
 """A prefill worker and a decode worker, as two loops of one process: the same answers as one worker
 gives, and whatever happens every request ends and every page comes back."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 from serving.connection import Connection, format_address
 from serving.engine import Engine
 from serving.kv_transfer import fetcher as fetchers
+from serving.kv_transfer import nixl
 from serving.kv_transfer import server as servers
 from serving.kv_transfer.arrivals import ArrivedToken, Lost
 from serving.kv_transfer.backends import BACKENDS, make_backend
@@ -176,7 +179,17 @@ def outputs_of(answer) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra jaxmoe[nixl]"
+)
+
+
+every_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_nixl if name == "nixl" else ()) for name in BACKENDS]
+)
+
+
+@every_backend
 def test_answers_are_those_of_one_worker(new_pair, client, backend):
     prompts = [make_prompt(length) for length in EDGES]
     params = [assorted(index) for index in range(len(prompts))]
@@ -260,10 +273,11 @@ def test_aborted_in_every_phase(new_pair, prefill_engine, decode_engine, monkeyp
     assert pair.server.counts.read()["succeeded"] == 3
 
 
+@every_backend
 def test_a_prefill_worker_that_is_gone_is_used_again_when_it_is_back(
-    new_pair, prefill_engine, monkeypatch
+    new_pair, prefill_engine, monkeypatch, backend
 ):
-    pair = new_pair()
+    pair = new_pair(backend=backend)
     expected = pair.run([make_prompt(70)], [GREEDY])[0].token_ids
     gate, entered = threading.Event(), threading.Event()
     run = prefill_engine.run
@@ -308,8 +322,9 @@ def test_a_decode_worker_that_is_gone_frees_the_prefill_worker(
     assert pair.server.counts.read()["failed"] == 6
 
 
-def test_injected_failures_end_requests_and_nothing_else(new_pair, client):
-    pair = new_pair(failure_probability=0.4)
+@every_backend
+def test_injected_failures_end_requests_and_nothing_else(new_pair, client, backend):
+    pair = new_pair(failure_probability=0.4, backend=backend)
     prompts = [make_prompt(5 + 4 * i) for i in range(24)]
     expected = [a.token_ids for a in client.run(prompts, [GREEDY] * 24)]
     left = dict(enumerate(prompts))
@@ -511,6 +526,71 @@ def test_both_sides_say_now_and_then_that_they_are_there(new_pair, monkeypatch):
     assert sum(isinstance(message, Ping) for message in sent) >= 10
     pair.run([make_prompt(20)], [GREEDY])
     assert not any(isinstance(message, Hello) for message in sent), "the connection has lasted"
+
+
+@contextlib.contextmanager
+def ends_of(name: str, block: jax.ShapeDtypeStruct, *, timeout: float = 5.0):
+    """A sender and its receiver, with the connection on the receiver's side."""
+    backend = make_backend(name, "127.0.0.1", block, checksums=True, timeout=timeout)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = Connection(socket.create_connection(listener.getsockname()), CODEC)
+        here = Connection(listener.accept()[0], CODEC)
+    sender = backend.sender(here)
+    receiver = backend.receiver(there, "127.0.0.1", sender.endpoint)
+    yield sender, receiver, there
+    receiver.close()
+    sender.close()
+    there.close()
+    here.close()
+
+
+@every_backend
+def test_a_block_stays_what_it_is_when_others_follow(decode_engine, backend):
+    block = decode_engine.block
+    sent = np.random.default_rng(0).standard_normal((12, *block.shape), np.float32)
+    counts = [1 + index % block.shape[1] for index in range(len(sent))]
+    with ends_of(backend, block) as (sender, receiver, connection):
+
+        def send() -> None:
+            for content, count in zip(sent, counts, strict=True):
+                sender.send(Pages(0, 0, count), jax.device_put(content, decode_engine.placed_on(0)))
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        blocks = [receiver.receive(connection.receive(), decode_engine.placed_on(3)) for _ in sent]
+        sending.join()
+    for content, count, found in zip(sent, counts, blocks, strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[:, :count], content[:, :count])
+        assert found.sharding == decode_engine.placed_on(3)
+
+
+@needs_nixl
+def test_nixl_gives_up_a_receiver_that_does_not_read(decode_engine):
+    block = decode_engine.block
+    content = jax.device_put(np.ones(block.shape, np.float32), decode_engine.placed_on(0))
+    with ends_of("nixl", block, timeout=0.5) as (sender, receiver, connection):
+        for _ in range(nixl.NUM_SLOTS):
+            sender.send(Pages(0, 0, 1), content)
+        with pytest.raises(OSError, match=r"no pages were read for 0.5 s"):
+            sender.send(Pages(0, 0, 1), content)
+        receiver.receive(connection.receive(), decode_engine.placed_on(0))
+        sender.send(Pages(0, 0, 1), content)
+
+
+@needs_nixl
+def test_nixl_takes_nothing_for_pages_that_is_none(decode_engine):
+    block, place = decode_engine.block, decode_engine.placed_on(0)
+    content = jax.device_put(np.ones(block.shape, np.float32), place)
+    with ends_of("nixl", block) as (sender, receiver, connection):
+        for _ in range(2):
+            sender.send(Pages(0, 0, 1), content)
+        pages = connection.receive()
+        receiver.receive(pages, place)
+        with pytest.raises(OSError, match="NIXL"):
+            receiver.receive(dataclasses.replace(pages, key=pages.key + (1 << 30)), place)
+        sender._memory.seals[:] = 0  # as when it has just closed
+        with pytest.raises(OSError, match="taken back before they were read"):
+            receiver.receive(connection.receive(), place)
 
 
 def test_written_pages_are_the_ones_read(prefill_engine, decode_engine):
