@@ -245,6 +245,9 @@ class _Link:
                 self._serve(connection)
             except (OSError, ValueError) as error:
                 reason = str(error)
+            except Exception as error:
+                logger.exception("the connection to %s has failed", self.address)
+                reason = f"{type(error).__name__}: {error}"
             logger.info("the connection to %s has ended: %s", self.address, reason)
             connection.close()
         self._fetcher.forget(self)

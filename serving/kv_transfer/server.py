@@ -203,6 +203,9 @@ class _Client:
                     self._take(message)
         except (OSError, ValueError) as error:
             reason = str(error)
+        except Exception as error:
+            logger.exception("the connection of %s has failed", self.connection.peer)
+            reason = f"{type(error).__name__}: {error}"
         logger.info("the connection of the decode worker %s: %s", self.connection.peer, reason)
         self.server.forget(self)
         with self._lock:

@@ -504,6 +504,19 @@ def test_a_prefill_worker_that_breaks_the_rules(new_pair, decode_engine, answers
     assert pair.run([make_prompt(20)], [GREEDY])[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("owner", "method"), [(fetchers._Link, "_take_token"), (servers._Client, "_begin")]
+)
+def test_what_is_unforeseen_ends_a_connection(new_pair, monkeypatch, owner, method):
+    """Or requests would wait for a thread that is no more."""
+    pair = new_pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, lambda *_: 1 / 0)
+        answer = pair.run([make_prompt(20)], [GREEDY])[0]
+        assert answer.outputs[-1].failed_peer == pair.address
+    assert pair.run([make_prompt(20)], [GREEDY])[0].finish_reason == "length"
+
+
 def test_silence_is_the_end(new_pair, monkeypatch):
     monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.5)
     pair = new_pair()
