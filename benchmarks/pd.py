@@ -38,6 +38,7 @@ from jax.sharding import SingleDeviceSharding
 import report
 from prompts import Prompts
 from servers import Server, wait_until_healthy
+from serving.kv_transfer import nixl
 from serving.kv_transfer.backends import BACKENDS, make_backend
 from serving.kv_transfer.messages import CODEC, Pages, Ping, TransferConnection, Welcome
 
@@ -304,13 +305,12 @@ def measure_transfers(shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
     runs: dict[str, Callable[[], object]] = {"copy": copy_of(block)}
     with contextlib.ExitStack() as stack:
         for name in BACKENDS:
+            if name == "nixl" and (reason := nixl_is_missing()):
+                print(f"nixl is left out: {reason}")
+                continue
             for checksums in (False, True):
-                try:
-                    link = stack.enter_context(linked(name, checksums, block))
-                except (ImportError, ValueError) as error:
-                    print(f"{name} is left out: {error}")
-                    break
-                runs[f"{name}, checksums" if checksums else name] = link
+                key = f"{name}, checksums" if checksums else name
+                runs[key] = stack.enter_context(linked(name, checksums, block))
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             run()
@@ -329,6 +329,14 @@ def measure_transfers(shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
     }
 
 
+def nixl_is_missing() -> str | None:
+    try:
+        nixl.check_installed()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def content(block: jax.ShapeDtypeStruct) -> np.ndarray:
     words = np.random.default_rng(0).standard_normal(block.shape, np.float32)
     return words.astype(block.dtype)
@@ -345,7 +353,7 @@ def linked(
     name: str, checksums: bool, block: jax.ShapeDtypeStruct
 ) -> Iterator[Callable[[], jax.Array]]:
     """Brings `NUM_BLOCKS` blocks from another process, and returns the last one."""
-    backend = make_backend(name, HOST, checksums=checksums, timeout=SECONDS)
+    backend = make_backend(name, HOST, block, checksums=checksums, timeout=SECONDS)
     with socket.create_server((HOST, 0)) as listener:
         listener.settimeout(SECONDS)
         port = listener.getsockname()[1]
@@ -361,16 +369,17 @@ def linked(
         for _ in range(NUM_BLOCKS):
             pages = connection.receive()
             assert isinstance(pages, Pages)
-            arrived = jax.block_until_ready(receiver.receive(connection, pages, place))
+            arrived = jax.block_until_ready(receiver.receive(pages, place))
         return arrived
 
     try:
         welcome = connection.receive()
         assert isinstance(welcome, Welcome)
-        receiver = backend.receiver(HOST, welcome.port, block)
-        if not np.array_equal(content(block).view(np.uint16), np.asarray(run()).view(np.uint16)):
-            raise RuntimeError(f"what {name} brought is not what was sent")
-        yield run
+        with contextlib.closing(backend.receiver(connection, HOST, welcome.endpoint)) as receiver:
+            found = np.asarray(run())
+            if not np.array_equal(found.view(np.uint16), content(block).view(np.uint16)):
+                raise RuntimeError(f"what {name} brought is not what was sent")
+            yield run
     finally:
         connection.close()
         process.join()
@@ -379,13 +388,14 @@ def linked(
 def send_blocks(port: int, name: str, checksums: bool, block: jax.ShapeDtypeStruct) -> None:
     """The process at the other end: sends blocks whenever it is asked to."""
     jax.config.update("jax_platforms", "cpu")
-    backend = make_backend(name, HOST, checksums=checksums, timeout=SECONDS)
+    backend = make_backend(name, HOST, block, checksums=checksums, timeout=SECONDS)
     array = jax.device_put(content(block))
     connection = TransferConnection(socket.create_connection((HOST, port)), CODEC)
-    connection.send(Welcome(backend.port))
-    while connection.receive() is not None:
-        for index in range(NUM_BLOCKS):
-            backend.send(connection, Pages(index, 0, block.shape[1]), array)
+    with contextlib.closing(backend.sender(connection)) as sender:
+        connection.send(Welcome(sender.endpoint))
+        while connection.receive() is not None:
+            for index in range(NUM_BLOCKS):
+                sender.send(Pages(index, 0, block.shape[1]), array)
     connection.close()
 
 
